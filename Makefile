@@ -4,6 +4,7 @@
 #   make test    the whole test suite, with leak checks
 #   make test-fast  the tests that start no run, in under two minutes
 #   make check   ruff, pyright, import-linter
+#   make docs    the documentation as a site in build/site, with the API from docstrings; no word of it from elsewhere
 #   make soak    long runs with random kills
 #   make fuzz    200,000 broken frames and hostile peers against a living node (some minutes)
 #   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes);
@@ -20,6 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-installed
+DOCS_STAMP := $(VENV)/.docs-installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,dev
 DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -35,7 +37,7 @@ SGLANG_PINS := tests/engines/sglang_cpu/$(SGLANG).txt
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast check soak fuzz sglang-cpu clean setup
+.PHONY: demo test test-fast check docs soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
 # Bytecode is kept: each of its processes imports torch.
@@ -82,6 +84,10 @@ check: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
+# Ten seconds, packages included: no torch. Warnings are errors: dead links and anchors, names that the API has not.
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo build/site/index.html
+
 setup: $(STAMP)
 
 # uv takes a fifth of pip's time. It reads none of pip's configuration, so it gets the indexes that pip knows.
@@ -107,6 +113,10 @@ endef
 # The demo needs less than the tests do.
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(call install,$(DEMO_EXTRAS))
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(call install,docs)
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
