@@ -49,8 +49,8 @@ from .composition.rollout_parts import (
     train_sampling,
 )
 from .composition.weight_channels import (
-    COMMIT_S,
     choose_channel,
+    commit_s,
     is_between_devices,
     prepare_s,
     ranks_read,
@@ -103,7 +103,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             takes_turns=takes_turns(config),
             limits=AdoptionLimits(
                 prepare_s=prepare_s(config),
-                commit_s=COMMIT_S,
+                commit_s=commit_s(config),
                 sent_commit_s=sent_commit_s(config),
                 stall_s=config.weights.stall_s,
             ),
@@ -347,7 +347,7 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
 
 
 def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> SglangOptions:
-    from ..actors.engines.sglang.engine import SglangOptions
+    from ..actors.engines.sglang.engine import CALL_S, SglangOptions
     from ..actors.http_client import key_from
     from ..actors.models.hf_folder import read_eos_token_ids
 
@@ -360,6 +360,7 @@ def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> S
         max_running=engine.max_running,
         pause_mode=config.rollout.pause_mode,
         start_s=engine.start_s,
+        call_s=max(CALL_S, config.weights.transfer_s),
         admin_key=key_from(os.environ, engine.key_env, "engine.key_env"),
         generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),

@@ -657,7 +657,8 @@ class WeightSettings(Section, frozen=True):
     join_s: PositiveFloat = 30.0
     """Seconds a server may take to join the trainer's process group."""
     transfer_s: PositiveFloat = 30.0
-    """Seconds one transfer may take; a failed one is repeated once through a new group. tcp: to fetch a version."""
+    """Seconds one transfer may take; a failed one is repeated once through a new group. tcp: to fetch a version; disk,
+    tcp: for a server to read it."""
     adopt_at_once: PositiveInt = 1
     """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
     fewer generate while they wait for it."""

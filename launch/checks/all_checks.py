@@ -15,7 +15,7 @@ from ..actor_spec import ActorSpec
 from . import files, node, run_arithmetic
 from .check import Check, CheckedRun, run_checks
 from .machine import MACHINE_CHECKS, MachineFacts
-from .memory_estimate import memory_findings
+from .memory_estimate import memory_findings, slow_transfer
 
 CHECKS: tuple[Check, ...] = (
     Check("node", node.packages, of_models=True),
@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     Check("estimate", run_arithmetic.rarely_meant),
     Check("estimate", run_arithmetic.sampling),
     Check("estimate", memory_findings, of_models=True),
+    Check("estimate", slow_transfer),
     *(Check("machine", look) for look in MACHINE_CHECKS),
 )
 RESUME_CHECKS = tuple(check for check in CHECKS if check.look is files.resume)

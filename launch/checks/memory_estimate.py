@@ -26,7 +26,7 @@ from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, takes_turns
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
-from .check import CheckedRun, looked
+from .check import CheckedRun, looked, warnings
 from .node import gpus
 from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
 
@@ -324,6 +324,25 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
         _groups((num_gpus > 1) + (channel == "nccl")),
     )
     return tuple(part for part in parts if part.num_bytes or part.name == "kv cache")
+
+
+RATES = {"tcp": (1, "a link of 10 Gbit/s"), "disk": (1, "a folder that is read"), "nccl": (10, "100 Gbit/s")}
+"""Channel -> GB a second that it is taken to bring into an engine, and why."""
+
+
+def slow_transfer(run: CheckedRun) -> Iterator[Finding]:
+    """Whether a whole version arrives within `weights.transfer_s`."""
+    config, model, channel = run.config, run.model, choose_channel(run.config)
+    reads = channel != "disk" or config.roles.rollout.kind == "sglang"
+    if model is None or not config.generates or config.lora.rollout == "adapter" or channel not in RATES or not reads:
+        return
+    (rate, why), num_gb = RATES[channel], _held(config, model)[0] * model.num_parameters / 1e9
+    needed_s, limit_s = num_gb / rate, config.weights.transfer_s
+    yield from warnings(
+        (needed_s > limit_s, "weights.transfer_s",
+         (f"= {limit_s:g}: a version of {num_gb:.0f} GB takes about {needed_s:.0f} s by {channel} at {rate} GB/s "
+         f"({why}); an engine that needs longer is rebuilt"), f"set it to {2 * needed_s:.0f}, or measure the link"),
+    )  # fmt: skip
 
 
 # -- all devices -------------------------------------------------------------------------------------------------------

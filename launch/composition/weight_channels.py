@@ -85,7 +85,11 @@ def prepare_s(config: RunConfig) -> float:
 
 
 COMMIT_S = 30.0
-"""How long one engine may take a version in that it reads."""
+
+
+def commit_s(config: RunConfig) -> float:
+    """How long one engine may take a version in that it reads; a server reads all of it then."""
+    return max(COMMIT_S, config.weights.transfer_s) if config.roles.rollout.kind == "sglang" else COMMIT_S
 
 
 def sent_commit_s(config: RunConfig) -> float:

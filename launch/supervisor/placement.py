@@ -7,6 +7,7 @@ reason.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +20,7 @@ from ...core.config.run import EngineSettings, RoleSettings, RolloutRole, parse_
 from ...core.config.section import Table, check_urls
 from ...core.errors import ConfigError
 from ..actor_spec import ActorSpec, RankSpec
-from ..composition.weight_channels import choose_channel
+from ..composition.weight_channels import choose_channel, has_reader
 
 START_ORDER: tuple[RoleName, ...] = (
     "monitor",
@@ -237,24 +238,29 @@ class Present:
 
 
 def scale(
-    config: RunConfig, role: str, count: int, present: Present, devices: str = "", attach: str = ""
-) -> tuple[list[ActorSpec], list[str]]:
+    config: RunConfig, role: str, count: int, present: Present, devices: str = "", attach: str = "", *,
+    staffs_node: bool = False,
+) -> tuple[list[ActorSpec], list[str]]:  # fmt: skip
     """How to reach `count` actors of the role in the whole run: those to start, or the names of those to end, highest
     number first. `devices`: GPUs of each node, beside the role's own, that new actors may use. `attach`: servers for
-    new actors, "URL,URL,...". Raises ConfigError with the reason."""
+    new actors, "URL,URL,...". `staffs_node`: new ones have the shapes of a node's actors, in their order; else each has
+    the first one that fits. Raises ConfigError with the reason."""
     check_has_rollouts(config)
     check_leaver(config, role, count)
     there = sorted((actor for actor in present.actors if actor.role == role), key=lambda actor: actor.index)
     if count <= len(there):
         return [], [actor.name for actor in reversed(there[count:])]
-    if devices and choose_channel(config) == "cuda_ipc":
+    if devices and choose_channel(config) == "cuda_ipc" and (config.engine.attach or not has_reader(config, 0)):
         raise ConfigError(
-            "weights travel by cuda_ipc, which needs every engine on a GPU of the trainer; another one has none there",
-            remedy='use weights.channel = "nccl" in the next run',
+            "weights travel by cuda_ipc: an engine on a GPU without a trainer rank reads memory of the first rank, and "
+            "this run was started with none that does",
+            remedy="launch servers, and name such a GPU, or that of the first rank, in roles.rollout.devices; or use "
+            'weights.channel = "nccl": both in the next run',
         )
     joining: list[ActorSpec] = []
     for server in _free_servers(config, attach, count - len(there), (*there, *present.leaving)):
-        joining.append(replace(_one_more(config, present, joining, devices), attach=server))
+        one = _one_more(config, present, joining, devices, [len(joining)] if staffs_node else None)
+        joining.append(replace(one, attach=server))
     return joining, []
 
 
@@ -262,7 +268,7 @@ def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpe
     """The rollout actors of a late node, as many as the role has on each. Raises ConfigError with the reason."""
     there = sum(actor.role == "rollout" for actor in present.actors)
     here = dataclasses.replace(present, nodes=(node,))
-    return tuple(scale(config, "rollout", there + config.roles.rollout.count, here)[0])
+    return tuple(scale(config, "rollout", there + config.roles.rollout.count, here, staffs_node=True)[0])
 
 
 def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
@@ -321,12 +327,20 @@ def _free_servers(config: RunConfig, attach: str, num: int, holders: Sequence[Ac
     return free[:num]
 
 
-def _one_more(config: RunConfig, present: Present, joining: Sequence[ActorSpec], devices: str) -> ActorSpec:
-    """One beside those that are there and `joining`."""
+def _one_more(
+    config: RunConfig, present: Present, joining: Sequence[ActorSpec], devices: str, places: Sequence[int] | None
+) -> ActorSpec:
+    """One beside those that are there and `joining`, of the lowest free number whose shape fits. `places`: among the
+    actors of a node, whose shapes it may have; None: any."""
     settings, staying = config.roles.rollout, (*present.actors, *joining)
     holders, given = (*staying, *present.leaving), parse_devices(devices) if devices else ()
     numbers = {number_of(name) for name in (*(actor.name for actor in holders), *present.foreign_names)}
-    index = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    (started,) = (one for one in started_roles(config) if one.role == "rollout")
+    num = len(started.sizes) or 1
+    lowest = sorted(
+        next(number for number in itertools.count(place % num, num) if number not in numbers)
+        for place in (range(num) if places is None else places)
+    )
     wanted = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
     load = {
         node: sum(actor.role == "rollout" and actor.node == node for actor in staying)
@@ -334,16 +348,16 @@ def _one_more(config: RunConfig, present: Present, joining: Sequence[ActorSpec],
         if node in wanted
     }
     free = {node: _free_devices(settings.device_ids, given, holders, node) for node in load}
-    (started,) = (one for one in started_roles(config) if one.role == "rollout")
-    share = started.num_devices(index)
-    roomy = [node for node in free if len(free[node]) >= share]
-    if not roomy:
-        gpus = f"{share} GPU{'s' if share > 1 else ''} on " if share else ""
-        what = f"a rollout actor of this run needs {gpus}a node of roles.rollout.nodes"
-        shown = [f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items()]
-        raise _no_room(what, shown, holders, "GPUs with --devices")
-    node = min(roomy, key=lambda node: (load[node], node))
-    return make_spec("rollout", settings, index, node, free[node][:share])
+    shares = {index: started.num_devices(index) for index in lowest}
+    for index, share in shares.items():
+        if roomy := [node for node in free if len(free[node]) >= share]:
+            node = min(roomy, key=lambda node: (load[node], node))
+            return make_spec("rollout", settings, index, node, free[node][:share])
+    needed = " or ".join(map(str, sorted({*shares.values()} - {0})))
+    gpus = f"{needed} GPU{'' if needed == '1' else 's'} on " if needed else ""
+    what = f"a rollout actor of this run needs {gpus}a node of roles.rollout.nodes"
+    shown = [f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items()]
+    raise _no_room(what, shown, holders, "GPUs with --devices")
 
 
 def _free_devices(

@@ -118,7 +118,8 @@ def test_the_gpus_of_who_is_still_leaving_are_in_use(tmp_path: Path):
         ),
         (
             "rollout", 3,
-            (*GPUS[:2], 'roles.trainer.devices="0-3"', "roles.trainer.count=4", 'weights.channel="cuda_ipc"'),
+            (*GPUS[:1], 'roles.rollout.devices="1-3"', 'roles.trainer.devices="0-3"', "roles.trainer.count=4",
+             'weights.channel="cuda_ipc"'),
             "cuda_ipc",
         ),
     ],
@@ -182,6 +183,49 @@ def test_a_late_node_is_staffed_whatever_the_role_s_nodes_say(tmp_path: Path):
     full = Present((*there.actors, *staff_node(run, 1, there)), (0, 1), late={1})
     with pytest.raises(ConfigError, match=r"needs 2 GPUs on .*, free are node 1: none"):
         staff_node(run, 1, full)
+
+
+GROUPS = (
+    'roles.rollout.kind="sglang"', 'roles.rollout.devices="0-4"', "roles.rollout.count=2",
+    "engine.groups.a={sglang={tp_size=2}}", "engine.groups.b={sglang={tp_size=3}}", 'roles.trainer.devices="7"',
+)  # fmt: skip
+
+
+def test_a_late_node_gets_one_of_each_shape_of_server_whatever_numbers_are_free(tmp_path: Path):
+    run = config(tmp_path, *GROUPS, "roles.rollout.nodes=[0, 1]")
+    there = Present(present(run, 2, without=("rollout/1", "rollout/3")).actors, (0, 1, 2), late={2})
+    late = staff_node(run, 2, there)
+    assert [(a.name, a.devices) for a in late] == [("rollout/4", (0, 1)), ("rollout/1", (2, 3, 4))]
+    full = Present((*there.actors, *late), (0, 1, 2), late={2})
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs on .*, free are node 2: none"):
+        staff_node(run, 2, full)
+
+
+def test_a_new_actor_has_the_first_shape_that_free_gpus_fit(tmp_path: Path):
+    run = config(tmp_path, *GROUPS)
+    without = present(run, without=("rollout/0",))
+    ((again,), _) = scale(run, "rollout", 2, without)
+    assert (again.name, again.devices) == ("rollout/0", (0, 1))
+    ((wide,), _) = scale(run, "rollout", 2, present(run, without=("rollout/1",)))
+    assert (wide.name, wide.devices) == ("rollout/1", (2, 3, 4))
+    more, _ = scale(run, "rollout", 3, without, "8-10")
+    assert [(a.name, a.devices) for a in more] == [("rollout/0", (0, 1)), ("rollout/2", (8, 9))]
+    ((only,), _) = scale(run, "rollout", 3, Present((*without.actors, again), (0,), foreign_names={"rollout/2"}), "8-9")
+    assert only.name == "rollout/4", "a shape of three does not fit"
+    with pytest.raises(ConfigError, match=r"needs 2 or 3 GPUs on .*, free are node 0: 8 --"):
+        scale(run, "rollout", 3, present(run), "8")
+
+
+def test_engines_beside_the_trainers_gpus_read_its_first_rank_where_that_hands_memory_out(tmp_path: Path):
+    here = ('roles.rollout.kind="sglang"', 'roles.trainer.devices="0-3"', "roles.trainer.count=4",
+            'weights.channel="cuda_ipc"')  # fmt: skip
+    for devices, is_read in (("0", True), ("5", True), ("1", False)):
+        run = config(tmp_path, *here, f'roles.rollout.devices="{devices}"')
+        if is_read:
+            assert scale(run, "rollout", 2, present(run), "8")[0][0].devices == (8,)
+        else:
+            with pytest.raises(ConfigError, match="was started with none that does"):
+                scale(run, "rollout", 2, present(run), "8")
 
 
 @pytest.mark.parametrize(

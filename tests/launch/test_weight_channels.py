@@ -12,6 +12,7 @@ from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
     COMMIT_S,
     choose_channel,
+    commit_s,
     has_reader,
     is_between_devices,
     prepare_s,
@@ -77,6 +78,8 @@ def test_a_named_channel_is_taken_and_bounds_the_commit():
     assert sent_commit_s(config()) == 0.0, "an embedded engine reads"
     assert sent_commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
     assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
+    assert [commit_s(config("disk", kind, transfer_s=200.0)) for kind in (SERVER, {})] == [200.0, COMMIT_S]
+    assert commit_s(config("disk", SERVER)) == COMMIT_S
     limits = AdoptionLimits(prepare_s=60.0, commit_s=COMMIT_S, sent_commit_s=sent_commit_s(chosen))
     assert (limits.commit_by("nccl"), limits.commit_by("disk")) == (57.0, 30.0), "as each version comes"
 

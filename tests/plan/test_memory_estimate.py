@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.models.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
-from tests.plan.memory_cases import BENCHMARKS, CASES, GLM45_AIR, NOT_BY_TORCH, SHAPES, measured, qwen3, run
+from tests.plan.memory_cases import BENCHMARKS, CASES, GLM45_AIR, NOT_BY_TORCH, QWEN3_30B, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.megatron.layout import ParallelLayout
@@ -28,6 +28,7 @@ from myxa.launch.checks.memory_estimate import (
     memory,
     rank_parameters,
     server_memory,
+    slow_transfer,
     token_bytes,
     trainer_memory,
 )
@@ -339,3 +340,32 @@ def test_what_rebuilt_versions_take_is_told() -> None:
     for channel, num in (("disk", 1), ("tcp", 2)):
         expected = {"host of trainer/0": ("memory", whole), host: ("disk of TMPDIR", num * whole)}
         assert taken(channel=channel, full_every=4) == expected
+
+
+APART = {"roles": {"trainer": {"devices": "0"}, "rollout": {"kind": "sglang", "devices": "1"}}}
+ON_CPU = {"roles": {"rollout": {"kind": "embedded"}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "weights", "says"),
+    [
+        (APART, {"channel": "tcp"}, "= 30: a version of 61 GB takes about 61 s by tcp at 1 GB/s"),
+        (APART, {"channel": "disk"}, "61 s by disk"),
+        (APART, {"channel": "disk", "transfer_s": 62}, ""),
+        (APART, {"channel": "nccl"}, ""),
+        (APART, {"channel": "nccl", "transfer_s": 5}, "= 5: a version of 61 GB takes about 6 s by nccl at 10 GB/s"),
+        (ON_CPU, {"channel": "tcp"}, "61 s by tcp"),
+        (ON_CPU, {"channel": "disk"}, ""),
+        (APART | {"lora": {"rank": 4, "rollout": "adapter"}}, {"channel": "disk"}, ""),
+        (APART | {"algo": {"kind": "sft"}, "data": {"answer_key": "a"}}, {"channel": "disk"}, ""),
+    ],
+)
+def test_a_version_that_cannot_arrive_in_time_is_told(
+    sections: dict[str, Any], weights: dict[str, Any], says: str
+) -> None:
+    """The 30B of Qwen3-MoE in bfloat16: 61 GB."""
+    config = run("torch", 1, **sections, weights=weights)
+    checked = CheckedRun(config, place(config, 1), is_here=False, known={model_of: QWEN3_30B})
+    found = [str(one.error) for one in slow_transfer(checked)]
+    assert [says in text for text in found] == ([True] if says else [])
+    assert all("-- set it to " in text for text in found)

@@ -71,6 +71,7 @@ class _Open:
     answer: aiohttp.ClientResponse | None = None
 
 
+CALL_S = 120.0
 NOT_WITH_GUESSES = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
@@ -137,7 +138,7 @@ class SglangOptions:
     """How running requests meet a commit."""
     start_s: float = 600.0
     """How long `start` waits for a server that is still loading."""
-    call_s: float = 120.0
+    call_s: float = CALL_S
     """Deadline of control calls; a weight update reads a whole model."""
     stall_s: float = 600.0
     """Longest silence of a stream, pauses included."""
