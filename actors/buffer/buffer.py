@@ -18,6 +18,7 @@ import msgspec
 
 from ...algos.staleness import Admission
 from ...core.actor import ActorContext, PeerEvent
+from ...core.changes import Changes
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import (
     BadRequest,
@@ -130,7 +131,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         clock = self.ctx.clock
         report = Reporter.begin(self.ctx)
         self._meter, self._telemetry, self._tell = report.meter, report.telemetry, report.tell
-        self._polls = LongPolls(self.ctx)
+        self._draws, self._claims = LongPolls(self.ctx), LongPolls(self.ctx)
         self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
         self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
         is_new = not self._ledger_path.exists()
@@ -197,7 +198,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         self._opened, self._refused = None, why
         self._tell(REFUSED_EVENT, str(why))
         self._meter.switch(*WAITS)
-        self._polls.ring()
+        self._ring()
         self.ctx.spawn(self._reopen(), name="reopen-ledger")
 
     async def _reopen(self) -> None:
@@ -224,7 +225,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             raise BadRequest(
                 f"{request.rollout} draws for version {request.version}", remedy="draw once the engine serves a version"
             )
-        until_s = self._polls.until_s(request.wait_s)
+        until_s = self._draws.until_s(request.wait_s)
         try:
             with self._at_work("draw"):
                 self._groups.hear(request)
@@ -232,7 +233,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return await self._answer(request, until_s)
         except DiskRefused:
             if request.blocked_by == "disk":
-                while self._opened is None and await self._polls.wait(until_s) is not None:
+                while self._opened is None and await self._draws.wait(until_s) is not None:
                     pass
             return DrawReply(blocked_by="disk")
         finally:
@@ -249,7 +250,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             if assignments or is_news or blocked_by == "finished" or request.max_groups < 1:
                 return DrawReply(assignments=tuple(assignments), blocked_by=blocked_by)
             self._groups.waits(request, blocked_by)
-            waited_s = await self._polls.wait(until_s, is_urgent=self._groups.cursor.is_searching)
+            waited_s = await self._draws.wait(until_s, is_urgent=self._groups.cursor.is_searching)
             self._draw_wait_s += waited_s or 0.0
             if waited_s is None:
                 return DrawReply(blocked_by=blocked_by)
@@ -276,7 +277,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if self._opened is None:
             return
         if self._groups.versions.reported(rollout, epoch, ServedWeights(lineage, version)):
-            self._polls.ring()
+            self._ring()
 
     async def drop_group(self, dropped: GroupDropped) -> None:
         with self._changing("drop"):
@@ -294,7 +295,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._groups.take_back(returned, self.ctx.clock.monotonic())
         self._end_if_starved()
         if was_suspect or not returned.goes_on:  # else no actor may get more than before
-            self._polls.ring()
+            self._ring()
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._changing("gone"):
@@ -304,7 +305,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return num_groups
 
     async def claim(self, step: int, wait_s: float, blocked_by: str | None = None) -> Claim:
-        until_s = self._polls.until_s(wait_s)
+        until_s = self._claims.until_s(wait_s)
         while True:
             has_more = False
             try:
@@ -315,7 +316,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             is_news = blocked_by is not None and found.blocked_by != blocked_by
             if found.groups or found.finished or is_news:
                 return found
-            waited_s = await self._polls.wait(until_s, is_urgent=has_more)
+            waited_s = await self._claims.wait(until_s, is_urgent=has_more)
             self._claim_wait_s += waited_s or 0.0
             if waited_s is None:
                 return found
@@ -344,7 +345,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if groups:
             ids = list(groups)
             self._telemetry.hop("claim", ids, wall_s, self.ctx.clock.monotonic() - started_s)
-            self._polls.ring()
+            self._ring()
             bound = self._groups.admission.max_staleness
             if not is_new:  # chosen under a bound that may have been another
                 bound = max(bound, *(step - oldest for oldest in groups.values() if oldest >= 0), 0)
@@ -353,7 +354,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             return Claim(step=step, blocked_by="wait-data")
         reason = self._groups.inventory()
         self._tell("data-finished", f"no whole batch is left for step {step}: {reason}")
-        self._polls.ring()
+        self._ring()
         return Claim(step=step, finished=True, reason=reason)
 
     async def fetch(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
@@ -397,13 +398,18 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             num_dropped = groups.retune(values, epoch)
         words = ", ".join(f"{name} {value}" for name, value in values.items())
         self._tell("retuned", f"{words}; {num_dropped} groups dropped")
-        self._polls.ring()
+        self._ring()
+
+    def _ring(self) -> None:
+        """Those that wait look again."""
+        self._draws.ring()
+        self._claims.ring()
 
     def _book_waiting(self) -> None:
         """What a pause, or its end, changes for the meter and for those who wait."""
         if self._opened is None:
             return
-        self._polls.ring()
+        self._ring()
         is_going = self._groups.knobs.serves(self._groups.ledger.next_step)
         self._meter.switch(*(("wait-data", "messages") if is_going else ("paused", "paused")))
 
@@ -445,7 +451,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         with self._at_work(name):
             yield
         self._end_if_starved()
-        self._polls.ring()
+        self._ring()
 
     async def _gauge_forever(self) -> None:
         while True:
@@ -459,15 +465,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
 
 class LongPolls:
-    """The waiting calls of one actor, on its loop. A change wakes all; each looks for itself."""
+    """Waiting calls of one actor, on its loop."""
 
     def __init__(self, ctx: ActorContext) -> None:
         self._ctx = ctx
-        self._changed = asyncio.Event()
-
-    def ring(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes = Changes()
+        self.ring = self._changes.tell
 
     def until_s(self, wait_s: float) -> float:
         """When the call that is being handled has to answer, on the actor's clock, if it would wait `wait_s`."""
@@ -484,9 +487,5 @@ class LongPolls:
         if is_urgent:
             await asyncio.sleep(0)
             return 0.0
-        try:
-            async with asyncio.timeout(until_s - started_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return None
-        return self._ctx.clock.monotonic() - started_s
+        has_changed = await self._changes.next(until_s - started_s)
+        return self._ctx.clock.monotonic() - started_s if has_changed else None

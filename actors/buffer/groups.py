@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -185,7 +185,7 @@ class Groups:
         if not self.poison:  # every look of every draw that waits comes by here
             return rows, request.max_groups
         waiting = {row.group_id: row for row in self._dispatchable(rows, version)}
-        holding = {row.group_id for row in self.ledger.rows(State.DISPATCHED) if row.rollout == rollout}
+        holding = {row.group_id for row in self._owned_by(rollout) if row.state is State.DISPATCHED}
         holding.update(request.holding or ())
         actor = (rollout, request.epoch)
         allowed, max_groups = self.poison.turn(actor, holding, list(waiting), request.max_groups, now_s)
@@ -194,10 +194,7 @@ class Groups:
     def _num_new(self, request: DrawRequest) -> int:
         """Groups that this actor may begin beside the reserved shares of others. Admission bounds the sum of all."""
         num_free = max(0, self.admission.slots_total - self.admission.slots_used)
-        room, rows = request.room or request.max_groups, self.ledger.rows
-        return self.shares.limit(
-            request.rollout, room, num_free, lambda: Counter(row.rollout for row in rows(State.DISPATCHED))
-        )
+        return self.shares.limit(request.rollout, request.room or request.max_groups, num_free, self.ledger.running)
 
     def _dispatchable(self, rows: list[Row], version: int) -> list[Row]:
         return [row for row in rows if self.admission.may_dispatch(version, row.group_id)]
@@ -322,7 +319,7 @@ class Groups:
             self.admission.requeued(group_id, version)
 
     def _owned_by(self, rollout: str) -> list[Row]:
-        return [row for row in self.ledger.rows(State.DISPATCHED, State.REQUEUED) if row.rollout == rollout]
+        return sorted(self.ledger.held_by(rollout), key=lambda row: row.group_id)
 
     def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
         row = self.ledger.find(group_id)
@@ -499,25 +496,26 @@ class FairShare:
     def leaves(self, rollout: str) -> None:
         self._rooms.pop(rollout, None)
 
-    def limit(self, rollout: str, room: int, num_free: int, held: Callable[[], Mapping[str, int]]) -> int:
-        """How many of `num_free` `rollout` may take, which has `room`. `held`: groups that each actor runs."""
-        others = {name: theirs for name, theirs in self._rooms.items() if theirs and name != rollout}
-        if not others or num_free < 1:
+    def limit(self, rollout: str, room: int, num_free: int, running: Mapping[str, int]) -> int:
+        """How many of `num_free` `rollout` may take, which has `room`. `running`: groups that each actor runs."""
+        if num_free < 1:
             return num_free
-        running = held()
-        wanted = [(running.get(name, 0), theirs) for name, theirs in [*others.items(), (rollout, room)]]
-        level = _level(wanted, num_free)
-        return num_free - sum(_fill(running.get(name, 0), theirs, level) for name, theirs in others.items())
+        others = Counter(
+            (running.get(name, 0), theirs) for name, theirs in self._rooms.items() if theirs and name != rollout
+        )
+        level = _level(others + Counter([(running.get(rollout, 0), room)]), num_free)
+        return num_free - sum(count * _fill(held, theirs, level) for (held, theirs), count in others.items())
 
 
 def _fill(running: int, room: int, level: int) -> int:
     return min(room, max(0, level - running))
 
 
-def _level(wanted: Sequence[tuple[int, int]], num_free: int) -> int:
-    """The highest level to which `num_free` groups bring all actors; what they leave over is for the first to come."""
+def _level(wanted: Counter[tuple[int, int]], num_free: int) -> int:
+    """The highest level to which `num_free` groups bring all actors; what they leave over is for the first to come.
+    `wanted`: (groups that it runs, room) -> actors."""
 
     def num_needed(level: int) -> int:
-        return sum(_fill(running, room, level) for running, room in wanted)
+        return sum(count * _fill(running, room, level) for (running, room), count in wanted.items())
 
     return bisect_right(range(max(running for running, _ in wanted) + num_free + 1), num_free, key=num_needed) - 1

@@ -46,6 +46,7 @@ from .file import (
 TRAINED_LENGTH = "trained"
 UNWRITABLE = "is the disk full or the file system read-only?"
 _VALUES = attrgetter(*COLUMNS)
+_HELD = (State.DISPATCHED, State.REQUEUED)
 
 
 class GroupTally:
@@ -232,8 +233,11 @@ class Ledger(LedgerReader):
         meta = self.meta()
         self._durable, self._floor = int(meta["durable_version"]), int(meta["payload_floor"])
         self._rows: dict[State, dict[int, Row]] = {state: {} for state in State if state not in _IN_FILE}
+        self._held: defaultdict[str, dict[int, Row]] = defaultdict(dict)
+        self.running: Counter[str] = Counter()
+        """Rollout actor -> groups that are DISPATCHED to it."""
         for row in self.select(f"state NOT IN ({_marks(_IN_FILE)})", *_IN_FILE):
-            self._rows[row.state][row.group_id] = row
+            self._mirror(None, row)
         self.draws = Draws(self)
         """What was drawn from which source. To be looked at only."""
         newest = self.query("SELECT COALESCE(MAX(step), -1) + 1 FROM groups WHERE state IN ('TRAINED', 'DURABLE')")
@@ -279,6 +283,10 @@ class Ledger(LedgerReader):
         """Groups in these states (not TRAINED, DURABLE or DROPPED), oldest first."""
         found = (row for state in states for row in self._rows[state].values())
         return sorted(found, key=lambda row: row.group_id)
+
+    def held_by(self, rollout: str) -> list[Row]:
+        """Groups that the actor runs, or may run still."""
+        return list(self._held[rollout].values()) if rollout in self._held else []
 
     def claim_of(self, step: int) -> list[Row]:
         """Groups claimed for a step and not trained yet, in the order of their draws, also after a resumption."""
@@ -545,10 +553,18 @@ class Ledger(LedgerReader):
             was = before[group_id]
             self.tally.change(was, row)
             self.draws.note(was, row)
-            if was is not None and was.state in self._rows:
-                self._rows[was.state].pop(group_id, None)
-            if row.state in self._rows:
-                self._rows[row.state][group_id] = row
+            self._mirror(was, row)
+
+    def _mirror(self, was: Row | None, row: Row) -> None:
+        if was is not None and was.state in self._rows:
+            self._rows[was.state].pop(was.group_id, None)
+            self._held[was.rollout].pop(was.group_id, None)
+            self.running[was.rollout] -= was.state is State.DISPATCHED
+        if row.state in self._rows:
+            self._rows[row.state][row.group_id] = row
+        if row.state in _HELD:
+            self._held[row.rollout][row.group_id] = row
+            self.running[row.rollout] += row.state is State.DISPATCHED
 
     @contextmanager
     def _writing(self) -> Generator[None]:

@@ -15,11 +15,11 @@ FREE = 16
 def test_nothing_is_kept_for_one_that_left_or_may_take_none():
     shares = FairShare()
     shares.waits("rollout/1", 0)
-    assert shares.limit("rollout/0", 100, FREE, dict) == FREE
+    assert shares.limit("rollout/0", 100, FREE, {}) == FREE
     shares.waits("rollout/1", 100)
-    assert shares.limit("rollout/0", 100, FREE, dict) == FREE // 2
+    assert shares.limit("rollout/0", 100, FREE, {}) == FREE // 2
     shares.leaves("rollout/1")
-    assert shares.limit("rollout/0", 100, FREE, dict) == FREE
+    assert shares.limit("rollout/0", 100, FREE, {}) == FREE
 
 
 @settings(max_examples=40)
@@ -36,7 +36,7 @@ def test_all_that_is_free_is_taken_in_whatever_order_they_come_and_nobody_is_far
     left, at_first = num_free, Counter(held)
     for _ in range(len(actors) + 1):
         for name in lot.sample(sorted(actors), len(actors)):
-            taken = min(room[name], shares.limit(name, room[name], left, lambda: held))
+            taken = min(room[name], shares.limit(name, room[name], left, held))
             assert 0 <= taken <= left
             if taken:
                 shares.leaves(name)

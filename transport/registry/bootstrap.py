@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ...core.actor import PeerEvent
+from ...core.changes import Changes
 from ...core.clock import Clock
 from ...core.errors import (
     CallError,
@@ -42,7 +43,7 @@ from ..session.pending import Outcome, PendingCall, Route
 from ..session.session import Session
 from ..wire import Transport
 from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord, keys_of
-from .registry import REGISTRY, REGISTRY_KEY, Changes, RegistryActor, RegistryContract
+from .registry import REGISTRY, REGISTRY_KEY, RegistryActor, RegistryContract
 
 
 def registry_location(rdzv: Rendezvous) -> Location:

@@ -106,39 +106,46 @@ class Directory:
                 return [], []
             if update.version != self.version + 1:
                 return None
-        before = dict(self._actors)
-        gone = list(update.gone)
-        nodes = {n.name: n for n in update.nodes} if update.is_snapshot else dict(self._nodes)
+        gone, now = list(update.gone), {n.name: n for n in update.nodes}
+        touched = dict.fromkeys([*(d.name for d in gone), *now])
         if update.is_snapshot:
+            touched = dict.fromkeys([*self._nodes, *now])
             gone += [
                 EndedNode(name=n.name, node_id=n.node_id, epoch=n.epoch, reason="it left")
                 for n in self._nodes.values()
-                if n.name not in nodes or nodes[n.name].epoch != n.epoch
+                if n.name not in now or now[n.name].epoch != n.epoch
             ]
-        for departure in update.gone:
-            if departure.name in nodes and nodes[departure.name].epoch <= departure.epoch:
-                del nodes[departure.name]
-        nodes.update({n.name: n for n in update.nodes})
-        self._nodes = nodes
-        self._actors = {a.name: Location(n, a) for n in nodes.values() for a in n.actors}
+        # Only what is touched: with a thousand nodes each has a thousand such updates while they join.
+        was = [self._nodes[name] for name in touched if name in self._nodes]
+        before = {a.name: self._actors.pop(a.name) for node in was for a in node.actors if a.name in self._actors}
+        for departure in gone:
+            if departure.name in self._nodes and self._nodes[departure.name].epoch <= departure.epoch:
+                del self._nodes[departure.name]
+        self._nodes.update(now)
+        after = {a.name: Location(n, a) for name in touched if (n := self._nodes.get(name)) for a in n.actors}
+        self._actors.update(after)
         self.version = update.version
         self._routes.clear()
         reasons = {d.name: d.reason for d in gone}
-        return self._changes(before, reasons, update.reasons), gone
+        return self._changes(before, after, reasons, update.reasons), gone
 
     def _changes(
-        self, before: dict[str, Location], by_node: dict[str, str], by_actor: dict[str, str]
+        self,
+        before: dict[str, Location],
+        after: dict[str, Location],
+        by_node: dict[str, str],
+        by_actor: dict[str, str],
     ) -> list[PeerEvent]:
         events: list[PeerEvent] = []
         for name, old in before.items():
-            if name not in self._actors:
+            if name not in after:
                 reason = by_actor.get(name) or by_node.get(old.node.name) or "it stopped"
                 self._tombstones[name] = reason
                 self._tombstones.move_to_end(name)
                 if len(self._tombstones) > MAX_TOMBSTONES:
                     self._tombstones.popitem(last=False)
                 events.append(PeerEvent("down", name, old.node.epoch, reason))
-        for name, new in self._actors.items():
+        for name, new in after.items():
             old = before.get(name)
             self._tombstones.pop(name, None)
             if old is None:

@@ -6,13 +6,12 @@ speaks in another's name: the caller is known by its connection, over ipc or in 
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 
 from ...core.actor import Actor
+from ...core.changes import Changes
 from ...core.errors import NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
 from ...core.ids import PeerKey, check_name
@@ -74,16 +73,12 @@ class RegistryState:
         self._ids: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._nodes: dict[str, NodeRecord] = {}
+        self._hosts: dict[str, str] = {}
+        """Actor -> its node."""
         self._updates: deque[DirectoryUpdate] = deque(maxlen=KEPT_UPDATES)
 
     def node(self, name: str) -> NodeRecord | None:
         return self._nodes.get(name)
-
-    def find(self, actor: str) -> NodeRecord | None:
-        for node in self._nodes.values():
-            if any(a.name == actor for a in node.actors):
-                return node
-        return None
 
     def nodes(self) -> tuple[NodeRecord, ...]:
         return tuple(self._nodes.values())
@@ -93,7 +88,7 @@ class RegistryState:
         if version == self.version:
             return ()
         if self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
-            return tuple(u for u in self._updates if u.version > version)
+            return tuple(self._updates)[version - self.version :]
         nodes = tuple(self._nodes.values())
         return (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=nodes),)
 
@@ -103,7 +98,7 @@ class RegistryState:
         node_id = self._ids.setdefault(name, len(self._ids) + REGISTRY_KEY.node_id)
         record = NodeRecord(name=name, node_id=node_id, epoch=epoch, endpoints=endpoints, pid=pid, role=role)
         old = self._nodes.get(name)
-        self._nodes[name] = record
+        self._put(record, old)
         self._note(nodes=(record,), gone=(_departure(old, f"it was replaced by epoch {epoch}"),) if old else ())
         return record
 
@@ -114,13 +109,12 @@ class RegistryState:
             newest = self._epochs.get(name, 0)
             raise StaleEpoch(f"{name} epoch {epoch} is not registered; the newest is {newest}")
         for actor in actors:
-            host = self.find(actor.name)
-            if host is not None and host.name != name:
+            if (host := self._hosts.get(actor.name, name)) != name:
                 raise StaleEpoch(
-                    f"{actor.name} is already in {host.name}", remedy="names are unique; stop the other one first"
+                    f"{actor.name} is already in {host}", remedy="names are unique; stop the other one first"
                 )
         record = msgspec.structs.replace(old, actors=actors)
-        self._nodes[name] = record
+        self._put(record, old)
         self._note(nodes=(record,), reasons=reasons)
         return record
 
@@ -129,9 +123,17 @@ class RegistryState:
         node = self._nodes.get(name)
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
+        self._put(msgspec.structs.replace(node, actors=()), node)
         del self._nodes[name]
         self._note(gone=(_departure(node, reason),))
         return True
+
+    def _put(self, record: NodeRecord, old: NodeRecord | None) -> None:
+        """In the place of `old`, the same node's record."""
+        for actor in old.actors if old is not None else ():
+            self._hosts.pop(actor.name, None)
+        self._nodes[record.name] = record
+        self._hosts.update((actor.name, record.name) for actor in record.actors)
 
     def _note(
         self,
@@ -145,32 +147,6 @@ class RegistryState:
 
 def _departure(node: NodeRecord, reason: str) -> EndedNode:
     return EndedNode(name=node.name, node_id=node.node_id, epoch=node.epoch, reason=reason)
-
-
-class Changes:
-    """Tells those who wait that something has changed."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[asyncio.Event, None] = {}  # in order: a simulated run repeats itself
-
-    def tell(self) -> None:
-        for changed in self._waiting:
-            changed.set()
-
-    async def until(self, is_met: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until a change fulfils `is_met`; False: not within `timeout_s`."""
-        changed = asyncio.Event()
-        self._waiting[changed] = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not is_met():
-                    changed.clear()
-                    await changed.wait()
-        except TimeoutError:
-            return is_met()
-        finally:
-            del self._waiting[changed]
-        return True
 
 
 class RegistryActor(RegistryContract):
@@ -215,7 +191,7 @@ class RegistryActor(RegistryContract):
                 self._depart(record.name, record.epoch, why)
 
     async def updates(self, after: int, wait_s: float = TIMEOUTS.wire.updates_s) -> tuple[DirectoryUpdate, ...]:
-        await self._changes.until(lambda: bool(self.state.since(after)), wait_s)
+        await self._changes.until(lambda: self.state.version != after, wait_s)
         return self.state.since(after)
 
     def _depart(self, node: str, epoch: int, reason: str, pid: int = 0) -> bool:

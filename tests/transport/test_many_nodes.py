@@ -1,0 +1,73 @@
+"""What grows with the number of actors grows with it, not with its square: messages of a join, looks of those that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from tests.simulation.sim_network import Net
+from tests.simulation.simulator import Sim, run
+
+from myxa.core.actor import Actor
+from myxa.core.changes import LOOK_S, Changes
+
+
+class Light(Actor):
+    pass
+
+
+async def boot(node: Any) -> None:
+    await node.start(Light(), f"light/{node.name}")
+
+
+async def messages_of_a_join(num_nodes: int, seed: int) -> float:
+    """Nodes come one after the other, 10 ms apart, until the first has heard of all."""
+    async with Sim(seed, Net(delay_s=(0.0, 0.0005))) as sim:
+
+        async def come(index: int) -> None:
+            await asyncio.sleep(index * 0.01)
+            await sim.node(f"n{index}", boot)
+
+        await asyncio.gather(*map(come, range(num_nodes)))
+        while len(sim.nodes["n0"].node.peers("light/")) < num_nodes:
+            await asyncio.sleep(0.01)
+        num_sent = sum(" send " in line for line in sim.log.lines())
+        await sim.quiet()
+    return num_sent / num_nodes
+
+
+def test_a_join_takes_as_many_messages_with_64_nodes_as_with_16() -> None:
+    few, many = (run(lambda seed, num=num: messages_of_a_join(num, seed), 7) for num in (16, 64))
+    assert many < 1.6 * few, f"seed 7: {few:.0f} and {many:.0f} messages a node"
+
+
+async def test_looks_are_bounded_however_often_something_changes_and_the_last_change_is_seen() -> None:
+    changes, num_waiting, value, num_looks = Changes(), 64, 0, 0
+
+    async def wait_for(wanted: int) -> None:
+        def has_come() -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return value >= wanted
+
+        assert await changes.until(has_come, 10.0)
+
+    began_s = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_waiting):
+            group.create_task(wait_for(200))
+        for number in range(1, 201):
+            await asyncio.sleep(0.001)
+            value = number
+            changes.tell()
+    num_rounds = (time.monotonic() - began_s) / (num_waiting * LOOK_S)
+    assert num_looks <= num_waiting * (num_rounds + 3)
+
+
+async def test_one_that_waits_alone_hears_at_once_and_none_waits_longer_than_it_said() -> None:
+    changes = Changes()
+    asyncio.get_running_loop().call_soon(changes.tell)
+    assert await changes.next(10.0)
+    assert not await changes.next(0.01)
+    assert not await changes.until(lambda: False, 0.01)
