@@ -72,8 +72,9 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 GATEWAY = "gateway"
-SAVING_SHARE = 0.05
-"""Largest share of its time that goes into saving tokens: the more there are, the less often they are saved."""
+SAVING_SHARE = 0.1
+"""Largest share of the buffer's time that goes into saving tokens of all rollout actors: the more tokens and actors
+there are, the less often they are saved."""
 GROUPS_TRACED_PER_S = 1.0
 """About so many groups have what their rollouts did in the trace."""
 DRAW_AT_ONCE = 8
@@ -603,7 +604,8 @@ class Rollout(OwnsKnobs, RolloutContract):
                     break
                 held.num_saved = num_tokens
             took_s = self.ctx.clock.monotonic() - started_s
-            pause_s = max(self._options.save_partials_s, took_s / SAVING_SHARE)
+            num_actors = max(1, len(self.ctx.peers("rollout/")))
+            pause_s = max(self._options.save_partials_s, took_s * num_actors / SAVING_SHARE)
 
     def _end(self) -> list[asyncio.Task[None]]:
         self.is_draining = True

@@ -433,7 +433,8 @@ class RolloutSettings(Section, frozen=True):
 
     save_partials_s: NonNegativeFloat = 5.0
     """Seconds between two reports of the tokens so far to the buffer, so that a rollout actor that is killed costs no
-    more than what came since; 0 = only groups that are handed back keep their tokens."""
+    more than what came since; longer where reports of all actors would take over a tenth of the buffer's time; 0 = only
+    groups that are handed back keep their tokens."""
 
     relations = (f"workflow_args needs workflow!={','.join(WORKFLOW_NAMES)}: that is for a workflow of your own",)
 

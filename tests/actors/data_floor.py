@@ -168,7 +168,7 @@ class Floor:
 
 @asynccontextmanager
 async def data_floor(
-    folder: Path, *, batch_size: int = 4, max_staleness: int = 3, num_samples: int = 2
+    folder: Path, *, batch_size: int = 4, max_staleness: int = 3, num_samples: int = 2, max_new_tokens: int = PER_TURN
 ) -> AsyncIterator[Floor]:
     """Open a buffer and a coordinator; rollout actors are added by the test."""
     if not (folder / "model").exists():
@@ -177,7 +177,7 @@ async def data_floor(
     buffer = Buffer(
         source=NumberedRows(), ledger_path=folder / "ledger.sqlite", run="run-1",
         admission=Admission("pace", max_staleness=max_staleness, batch_size=batch_size), num_samples=num_samples,
-        sampling=SamplingParams(max_new_tokens=PER_TURN), group_filter=load_group_filters("none"),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens), group_filter=load_group_filters("none"),
     )  # fmt: skip
     coordinator = ToyCoordinator()
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,37 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
             assert sample.response_ids.tolist() == [9, 7, 7, 7, 7, 7], "what was saved, and on from there"
             assert sample.logprobs.tolist() == [-0.25, -0.5, -0.5, -0.5, -0.5, -0.5], "as they were sampled"
             assert sample.versions.tolist() == [0] * 6 and sample.loss_mask.tolist() == [1] * 6
+
+
+class Trickle(GateEngine):
+    """A token every few milliseconds, without end."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        while True:
+            yield self._delta(1, None)
+            await asyncio.sleep(0.005)
+
+
+async def test_saving_takes_a_bounded_share_of_the_buffer_however_many_actors_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_actors, each_s, saves = 16, 0.01, list[float]()
+    async with data_floor(tmp_path, batch_size=num_actors, max_new_tokens=4096) as floor:
+        take_back = floor.buffer_actor._groups.take_back
+
+        def slow(*args: Any) -> bool:
+            saves.append(time.monotonic())
+            time.sleep(each_s)
+            return take_back(*args)
+
+        monkeypatch.setattr(floor.buffer_actor._groups, "take_back", slow)
+        for index in range(num_actors):
+            await floor.add(f"rollout/{index}", engine=Trickle(), save_partials_s=0.01)
+        await until(lambda: len(saves) >= num_actors, "each has saved")
+        began_s, began = time.monotonic(), len(saves)
+        await asyncio.sleep(2.0)
+        share = (len(saves) - began) * each_s / (time.monotonic() - began_s)
+        assert 0.0 < share < 0.2, share
 
 
 async def test_a_draw_says_whose_weights_the_engine_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
