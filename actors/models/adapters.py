@@ -58,6 +58,12 @@ def adapted_matrices(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) ->
             "lora.target_modules: experts and their routers get no adapters yet",
             remedy='name matrices of attention: ["q_proj", "k_proj", "v_proj", "o_proj"]',
         )
+    name, smallest = min(((name, min(shape)) for name, shape in chosen.items()), key=lambda one: one[1])
+    if lora.rank > smallest:
+        raise ConfigError(
+            f"lora.rank = {lora.rank}: {name} has {smallest} rows or columns, so no change of it has a higher rank",
+            remedy=f"set it to at most {smallest}",
+        )
     return chosen
 
 

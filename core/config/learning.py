@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 from .section import (
     CodeName,
@@ -457,6 +457,11 @@ class TrainerConfig(Section, frozen=True):
 ALL_LINEAR = ("all-linear",)
 
 
+def _all_linear(value: object) -> object:
+    """PEFT takes this one as a text too; of any other it makes a pattern."""
+    return ALL_LINEAR if value == ALL_LINEAR[0] else value
+
+
 class LoraConfig(Section, frozen=True):
     """Low-rank adapters (arXiv 2106.09685) in place of training all weights; names and meanings are PEFT's."""
 
@@ -464,7 +469,9 @@ class LoraConfig(Section, frozen=True):
     """r: rank of every adapter; 0 = none, all weights are trained. Else the model's own weights stay as they are."""
     alpha: PositiveFloat = 32.0
     """lora_alpha: what an adapter gives is multiplied by `alpha / rank`."""
-    target_modules: Annotated[TextTuple, Field(min_length=1), AfterValidator(check_once)] = ALL_LINEAR
+    target_modules: Annotated[
+        TextTuple, Field(min_length=1), AfterValidator(check_once), BeforeValidator(_all_linear)
+    ] = ALL_LINEAR
     """Ends of the names of matrices that get one, such as "q_proj"; all-linear = every matrix of the layers."""
     dropout: UnitFloat = 0.0
     """lora_dropout: only 0 is possible."""

@@ -44,7 +44,7 @@ from .run import (
     WeightSettings,
 )
 from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, broken, clashes
-from .servers import OFF, ServerShape, owned_conflicts, speculation_conflicts
+from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, speculation_conflicts
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 ENGINE_RELATIONS = (
@@ -89,7 +89,7 @@ RELATIONS = (
     "lora.rollout=adapter needs weights.channel=auto,disk: an adapter is a small folder",
     "lora.rollout=adapter needs weights.full_every=0,1: an adapter is sent whole",
     "lora.rollout=adapter needs rollout.pause_mode=in_place: running requests keep their adapter, and nothing pauses",
-    "lora.rollout=adapter needs !sglang.speculative_algorithm: guesses are the model's, without its adapters",
+    f"lora.rollout=adapter needs !sglang.speculative_algorithm: {NOT_WITH_ADAPTERS}",
     "lora.rollout=adapter needs !engine.router: a request names an adapter of its own actor's server",
     "lora.rollout=adapter needs !engine.groups: servers of groups get whole weights",
     "optimizer.decay_steps run.num_steps!=0 for optimizer.schedule!=constant: that is where it ends",

@@ -117,6 +117,7 @@ def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator
             yield Conflict(f"{place}.{key}", "must be text, a number, a boolean, or an array or table of those")
 
 
+NOT_WITH_ADAPTERS = "SGLang takes adapters with no guesses but those of NGRAM, and with those they were not tried yet"
 GUESSERS = ("NGRAM", "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 """SGLang's ways to guess tokens ahead whose answers come with the model's own log-probs."""
 

@@ -21,6 +21,7 @@ from functools import cache, partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 from ... import __version__
@@ -297,11 +298,22 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
             if name not in known:
                 text = f"{shape.key}.{name}: the installed SGLang has no such argument"
                 yield Finding(f"{shape.key}.{name}", ConfigError(text, remedy=suggest(name, known)))
-        yield from _backends({**(PAIR_DEFAULTS if shape.kind != "regular" else {}), **shape.table}, shape.key, there)
+        table = {**(PAIR_DEFAULTS if shape.kind != "regular" else {}), **shape.table}
+        yield from _backends(table, shape.key, there, {**os.environ, **actor.env})
 
 
-def _backends(table: Mapping[str, Any], key: str, there: Mapping[str, str]) -> Iterator[Finding]:
-    """Libraries that the values of a table of arguments need and the servers' interpreter lacks."""
+def _backends(
+    table: Mapping[str, Any], key: str, there: Mapping[str, str], env: Mapping[str, str]
+) -> Iterator[Finding]:
+    """What the values of a table of arguments need: libraries that the servers' interpreter lacks, programs that their
+    PATH lacks."""
+    compiler = (env.get("CXX", "").split() or ["c++"])[0]
+    for program in (compiler, "ninja") if guesser(table) == "NGRAM" else ():
+        if which(program, path=env.get("PATH")) is None:
+            name = f"{key}.speculative_algorithm"
+            text = f'{name} = "NGRAM" needs the program "{program}": SGLang compiles it when a server starts'
+            remedy = "install it (`pip install ninja`, a C++ compiler) in the PATH of the rollout actors"
+            yield Finding(name, ConfigError(text, remedy=remedy))
     for name, modules in needed_modules(table).items():
         value = guesser(table) if name == "speculative_algorithm" else str(table.get(name, ""))
         if modules.get(value, "sglang") not in there:

@@ -30,6 +30,8 @@ from tests.backends.test_ranks import TIMES
 from myxa.actors.backends.convert import convert
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.weights.channels.host import DiskWeightWriter, check_adapter
+from myxa.core.config import load_config
+from myxa.core.config.learning import LoraConfig
 from myxa.core.errors import ConfigError, ModelError, MyxaError, TrainError
 from myxa.launch.cli import main
 
@@ -165,6 +167,7 @@ def test_folders_that_would_compute_something_else_are_refused(
         ({"target_modules": ["q_prj"]}, 'lora.target_modules: "q_prj" is no matrix .* did you mean "q_proj"'),
         ({"target_modules": ["embed_tokens"]}, '"embed_tokens" is no matrix of the model'),
         ({"target_modules": ["input_layernorm"]}, '"input_layernorm" is no matrix of the model'),
+        ({"rank": 100_000}, r"lora\.rank = 100000: model\.layers\.0\..* has (\d+) rows .* -- set it to at most \1$"),
     ],
 )
 def test_targets_that_are_no_matrices_are_refused(backends: Backends, lora: dict[str, Any], said: str) -> None:
@@ -305,3 +308,10 @@ def test_a_checkpoint_of_two_ranks_restores_on_one(gangs: tuple[Gang, Gang], bac
     backend.load(str(gangs[1][0] / "checkpoints" / "two"))
     with np.load(gangs[1][0] / "weights.npz") as file:
         assert same(weights_of(backend), dict(file))
+
+
+@pytest.mark.parametrize("said", ['"all-linear"', '["all-linear"]'])
+def test_all_linear_may_be_said_as_peft_says_it(said: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npath = "m"\n[data]\ntrain = "d"\n[lora]\nrank = 4\ntarget_modules = {said}\n')
+    assert load_config(file).lora == LoraConfig(rank=4)

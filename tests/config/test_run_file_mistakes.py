@@ -31,6 +31,7 @@ MISTAKES: dict[str, str] = {
     "[asynchrony]\nwindow = 3\n": "5 asynchrony ? async",
     "[Algo]\n": "5 Algo ? algo",
     "[algo]\nbatch_size = true\n": "6 algo.batch_size",
+    '[lora]\nrank = 4\ntarget_modules = "q_proj"\n': "7 lora.target_modules ! array",
     "[algo]\nbatch_size = 32.0\n": "6 algo.batch_size ! must be a whole number",
     '[optimizer]\nlr = "high"\n': "6 optimizer.lr ! must be a number",
     "[optimizer]\nlr = nan\n": "6 optimizer.lr ! must be a finite number",

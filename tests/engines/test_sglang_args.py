@@ -125,6 +125,7 @@ GUESSING = {"model_path": "/m", "speculative_algorithm": "EAGLE", "speculative_d
     (SglangNeeds(seeds=True), {}, r"depends on what was guessed"),
     (SglangNeeds(channel="disk"), {"speculative_draft_model_path": "/d"}, r"overwrites its draft"),
     (SglangNeeds(channel="disk"), {"speculative_algorithm": "NGRAM"}, r"ends when new weights come as folders"),
+    (SglangNeeds(channel="disk", adapter_rank=4), {"speculative_algorithm": "NGRAM"}, r"with those they were not tried"),
     (SglangNeeds(), {"speculative_accept_threshold_single": 0.9}, r"threshold_single = 0\.9: must be 1"),
     (SglangNeeds(), {"speculative_algorithm": "DSPARK"}, r"no log-probs"),
     (SglangNeeds(), {"device": "cpu"}, r"needs a GPU"),

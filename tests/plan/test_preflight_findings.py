@@ -4,6 +4,7 @@ devices, names of SGLang's arguments. `myxa up` and `myxa plan` look at the same
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,27 @@ def test_the_interpreter_of_servers(tmp_path: Path) -> None:
     (found,) = servers(python=str(tmp_path / "none"))
     assert found.key == "engine.python"
     assert servers(attach=["http://h:1"]) == []
+
+
+def test_n_grams_need_what_compiles_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    (site / "sglang").mkdir(parents=True)
+    (site / "sglang/__init__.py").touch()
+    tools = tmp_path / "tools"
+    tools.mkdir()
+
+    def lacking(name: str, **env: str) -> list[str]:
+        role = {"kind": "sglang", "devices": "0", "env": {"PATH": str(tools), "PYTHONPATH": str(site), **env}}
+        config = run(roles={"rollout": role}, engine={"python": sys.executable}, sglang={"speculative_algorithm": name})
+        found = list(launched_servers(CheckedRun(config, place(config, 1))))
+        assert {one.key for one in found} <= {"sglang.speculative_algorithm"}
+        return [str(one.error).split('"')[3] for one in found if "program" in str(one.error)]
+
+    monkeypatch.delenv("CXX", raising=False)
+    assert lacking("ngram") == ["c++", "ninja"] and not lacking("NEXTN")
+    for name in ("ninja", "g++"):
+        (tools / name).touch(0o755)
+    assert lacking("NGRAM") == ["c++"] and not lacking("NGRAM", CXX="g++ -O1")
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ....core.config.servers import ServerShape, guesser, speculation_conflicts
+from ....core.config.servers import NOT_WITH_ADAPTERS, ServerShape, guesser, speculation_conflicts
 from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
 
@@ -197,11 +197,15 @@ class SglangNeeds:
         for conflict in speculation_conflicts(facts):
             name = conflict.path.removeprefix("sglang.")
             raise ConfigError(f"{place}: {name} = {facts.get(name)}: {conflict.cause}", remedy="start it otherwise")
-        if self.seeds and guesser(facts):
-            raise ConfigError(
-                f"{place}: guesses tokens ahead ({guesser(facts)}), and what is drawn depends on what was guessed",
-                remedy="start it without --speculative-algorithm, or set rollout.deterministic = false",
-            )
+        for holds, cause, remedy in (
+            (self.seeds, "what is drawn depends on what was guessed", "rollout.deterministic = false"),
+            (self.adapter_rank, NOT_WITH_ADAPTERS, 'lora.rollout = "merged"'),
+        ):
+            if holds and guesser(facts):
+                raise ConfigError(
+                    f"{place}: guesses tokens ahead ({guesser(facts)}): {cause}",
+                    remedy=f"start it without --speculative-algorithm, or set {remedy}",
+                )
         check_guesses(facts, self.channel)
         modules, rank = facts.get("lora_target_modules"), facts.get("max_lora_rank")
         names = {*map(str, cast("list[Any]", modules))} if isinstance(modules, list) else {"all"}
