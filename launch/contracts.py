@@ -89,10 +89,8 @@ class LogRequest(Record, frozen=True, kw_only=True):
     grep: str = ""
     engine: bool = False
     """The log of the server that the actor launched, instead of its own."""
-    file: str = ""
-    """With `offset`: the file that was read last."""
-    offset: int = 0
-    """Bytes of it that were read."""
+    after: dict[str, tuple[str, int]] = {}
+    """By the name of a chunk: the file that was read last, and how many bytes of it."""
 
 
 class LogChunk(Record, frozen=True, kw_only=True):
@@ -168,7 +166,7 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def read_log(self, request: LogRequest) -> LogChunk:
+    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
         """Read a log file of this node."""
         raise NotImplementedError
 

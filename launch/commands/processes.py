@@ -82,7 +82,7 @@ def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str
     import msgspec
 
     from ..contracts import LogRequest
-    from ..nodes.log_reader import read_log
+    from ..nodes.log_reader import read_logs
     from ..run_dir import RunDir
 
     run_dir, target = RunDir(folder), options.target.removesuffix("/*")
@@ -91,7 +91,7 @@ def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str
     requests = [
         LogRequest(name=name, num_lines=options.num_lines, grep=options.grep, engine=options.engine) for name in names
     ]
-    return [msgspec.to_builtins(read_log(run_dir, 0, request)) for request in requests]
+    return [msgspec.to_builtins(chunk) for one in requests for chunk in read_logs(run_dir, 0, one)]
 
 
 def _logs_words(chunks: list[dict[str, Any]]) -> str:

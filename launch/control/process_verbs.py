@@ -157,16 +157,15 @@ LAUNCHER = "launcher"
 
 
 async def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> list[LogChunk]:
-    requests: list[Awaitable[LogChunk]] = []
+    requests: list[Awaitable[tuple[LogChunk, ...]]] = []
     for node, name in _log_owners(context, arguments.target):
-        file, offset = arguments.after.get(name, ("", 0))
         request = LogRequest(
-            name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine, file=file,
-            offset=offset,
+            name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine,
+            after=arguments.after,
         )  # fmt: skip
-        requests.append(context.supervisor.agent(node).read_log(request))
+        requests.append(context.supervisor.agent(node).read_logs(request))
     answers = await asyncio.gather(*requests, return_exceptions=True)
-    found = [answer for answer in answers if isinstance(answer, LogChunk)]
+    found = [chunk for answer in answers if not isinstance(answer, BaseException) for chunk in answer]
     if not found:  # of several, those without a log are left out
         raise next(answer for answer in answers if isinstance(answer, BaseException))
     return found

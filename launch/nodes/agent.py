@@ -35,7 +35,7 @@ from ..run_dir import RunDir
 from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
 from .fork_server import ForkServer, is_forked
-from .log_reader import read_log
+from .log_reader import read_logs
 
 PING_S = 1.0
 REAP_EVERY_S = 2.0
@@ -273,11 +273,11 @@ class Agent(AgentContract):
             child.kill()
         await _still_there(children, KILL_S)
 
-    async def read_log(self, request: LogRequest) -> LogChunk:
+    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
         if self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
-        return await asyncio.to_thread(read_log, self._run_dir, self._options.node, request)
+        return await asyncio.to_thread(read_logs, self._run_dir, self._options.node, request)
 
     async def stacks_from_outside(self, name: str) -> StackReply:
         child = self._children.get(name)

@@ -6,12 +6,17 @@ second, and checking a file's size is cheap.
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ...core.errors import ConfigError
 from ..contracts import LogChunk, LogRequest
 from ..run_dir import RunDir
 
+SERVER = ".sglang.log"
+"""Ends the name of a launched server's log."""
 CHUNK_BYTES = 128 * 1024
 TAIL_BYTES = 4 * 1024 * 1024
 """Looked through from the end for the last lines that hold a text."""
@@ -20,17 +25,27 @@ MAX_LINE = 4000
 """Characters of a line; the rest is cut off."""
 
 
-def read_log(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
-    """See `AgentContract.read_log`. Raises ConfigError for a log that is not there."""
-    path = _newest(run_dir, node, request)
-    if request.file == path.name:
-        return _read_next(path, request, path)
-    if request.file:  # a new attempt has begun; the old file first, to its end
-        old = run_dir.logs / Path(request.file).name
-        chunk = _read_next(old, request, path) if old.is_file() else None
-        if chunk is not None and chunk.offset > request.offset:
+def read_logs(run_dir: RunDir, node: int, request: LogRequest) -> tuple[LogChunk, ...]:
+    """See `AgentContract.read_logs`. Raises ConfigError for a log that is not there."""
+    found = [request]
+    if request.engine:
+        pattern = f"{glob.escape(request.name.replace('/', '.'))}.*{SERVER}"
+        names = sorted(path.name.removesuffix(SERVER) for path in run_dir.logs.glob(pattern))
+        servers = [f"{request.name}/{name[len(request.name) + 1 :]}" for name in names]
+        found = [replace(request, name=name) for name in servers] or found
+    return tuple(_read(run_dir, node, one) for one in found)
+
+
+def _read(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
+    path, (file, offset) = _newest(run_dir, node, request), request.after.get(request.name, ("", 0))
+    if file == path.name:
+        return _read_next(path, request, path, offset)
+    if file:  # a new attempt has begun; the old file first, to its end
+        old = run_dir.logs / Path(file).name
+        chunk = _read_next(old, request, path, offset) if old.is_file() else None
+        if chunk is not None and chunk.offset > offset:
             return chunk
-        return _read_next(path, LogRequest(name=request.name, grep=request.grep), path)
+        return _read_next(path, request, path, 0)
     return _tail(path, request)
 
 
@@ -39,7 +54,7 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
     if request.name == "launcher":
         path = run_dir.logs / f"launcher.{node}.log"
     elif request.engine:
-        path = run_dir.logs / f"{stem}.sglang.log"
+        path = run_dir.logs / f"{stem}{SERVER}"
     else:
         path = run_dir.logs / "latest" / f"{stem}.log"
     try:
@@ -54,11 +69,11 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
     return path
 
 
-def _read_next(path: Path, request: LogRequest, newest: Path) -> LogChunk:
-    """Whole lines from the requested position."""
+def _read_next(path: Path, request: LogRequest, newest: Path, offset: int) -> LogChunk:
+    """Whole lines from that position."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        start = request.offset if request.offset <= size else 0
+        start = offset if offset <= size else 0
         file.seek(start)
         data = file.read(CHUNK_BYTES)
     end = data.rfind(b"\n") + 1

@@ -9,7 +9,7 @@ import pytest
 
 from myxa.core.errors import ConfigError
 from myxa.launch.contracts import LogChunk, LogRequest
-from myxa.launch.nodes.log_reader import CHUNK_BYTES, MAX_LINE, read_log
+from myxa.launch.nodes.log_reader import CHUNK_BYTES, MAX_LINE, read_logs
 from myxa.launch.run_dir import RunDir
 
 
@@ -19,8 +19,13 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def ask(run_dir: RunDir, after: LogChunk | None = None, **options) -> LogChunk:
-    place = {"file": after.file, "offset": after.offset} if after is not None else {}
-    return read_log(run_dir, 0, LogRequest(name=options.pop("name", "rollout/1"), **place, **options))
+    (found,) = read_logs(run_dir, 0, request(after, **options))
+    return found
+
+
+def request(*after: LogChunk | None, **options) -> LogRequest:
+    places = {one.name: (one.file, one.offset) for one in after if one is not None}
+    return LogRequest(name=options.pop("name", "rollout/1"), after=places, **options)
 
 
 def test_the_last_lines_then_what_is_added(run_dir: RunDir):
@@ -103,3 +108,19 @@ def test_the_launchers_own_log_and_that_of_a_server(run_dir: RunDir):
     (run_dir.logs / "rollout.1.sglang.log").write_text("serving\n")
     assert ask(run_dir, name="launcher").lines == ("joined",)
     assert ask(run_dir, engine=True).lines == ("serving",)
+
+
+def test_the_logs_of_all_servers_of_a_pair(run_dir: RunDir):
+    names = ["rollout/1/decode.0", "rollout/1/decode.1", "rollout/1/prefill.0"]
+    logs = [run_dir.logs / f"{name.replace('/', '.')}.sglang.log" for name in names]
+    for log in (*logs, run_dir.logs / "rollout.10.prefill.0.sglang.log", run_dir.logs / "rollout.11.sglang.log"):
+        log.write_text(f"{log.name} serves\n")
+    first = read_logs(run_dir, 0, request(engine=True))
+    assert [(chunk.name, chunk.lines) for chunk in first] == [
+        (name, (f"{log.name} serves",)) for name, log in zip(names, logs, strict=True)
+    ]
+    with logs[1].open("a") as file:
+        file.write("more\n")
+    second = read_logs(run_dir, 0, request(*first, engine=True))
+    assert [chunk.lines for chunk in second] == [(), ("more",), ()]
+    assert ask(run_dir, name=names[2], engine=True).lines == first[2].lines, "and one by its own name"
