@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -94,18 +92,3 @@ def test_pieces_of_run_files_are_valid(path: Path) -> None:
         if "sources" not in values.setdefault("data", {}):
             values["data"].setdefault("train", "train.jsonl")
         RunConfig.model_validate(values)
-
-
-def test_the_tutorial_can_be_planned(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    (tmp_path / "run.toml").write_text(re.findall(r"```toml\n(.*?)```", page, re.DOTALL)[0])
-    (tmp_path / "my_task.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    row = re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0]
-    (tmp_path / "train.jsonl").write_text(row * 64)
-    (tmp_path / "heldout.jsonl").write_text(row * 8)
-    subprocess.run(
-        [sys.executable, "-m", "myxa.actors.models.tiny", "model"], cwd=tmp_path, check=True, capture_output=True
-    )
-    command = [sys.executable, "-m", "myxa", "plan", "run.toml", "--set", "model.path=model"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,148 @@
+"""What README and tutorials tell one to type is typed here, in the order of the page, on models with random weights.
+
+A command that is not typed here says that it needs a GPU or the network, or ELSEWHERE says who types it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from tests.control.live import Live, made_steps
+from tests.harness.commands import Command
+from tests.harness.run_job import Job, audit
+from tests.harness.waiting import wait_until
+
+from myxa.actors.models.tiny import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+README, TUTORIAL, GSM8K = ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "gsm8k.md"
+MARKS = ("# needs a GPU", "# needs the network")
+ELSEWHERE = {
+    "make demo": ".ci/run and tests/integration/test_up.py",
+    "make test": ".ci/run",
+    "git clone ... && cd myxa": ".ci/run, which begins in a fresh clone",
+    ". .venv/bin/activate": "every test: they run in it",
+    "mkdir gsm8k && cd gsm8k": "the test's folder",
+    'mkdir my-task && cp -r "$(ls -d runs/demo-*/sft/export | tail -n 1)" my-task/model && cd my-task': "a demo's end",
+}
+"""Command -> where it is run. The last one takes the demo's model, for which the test has one with random weights."""
+pytestmark = pytest.mark.timeout(180)
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[str]:
+    """Those that can be typed here, one after the other, without what the page says of them."""
+    lines = (re.split(r"\s+#", line)[0].strip() for line in block.splitlines() if not line.endswith(MARKS))
+    return [part.strip() for line in lines for part in line.split("; ") if part]
+
+
+@pytest.mark.parametrize("page", [README, TUTORIAL, GSM8K], ids=lambda page: page.name)
+def test_every_command_of_the_page_is_typed_somewhere(page: Path) -> None:
+    (check, live), rest = blocks(TUTORIAL, "sh")[1:], blocks(README, "sh")[1]
+    typed = {*commands(check), *commands(live), *commands(rest), *commands(blocks(GSM8K, "sh")[1]), *ELSEWHERE}
+    assert [one for block in blocks(page, "sh") for one in commands(block) if one not in typed] == []
+    unnamed = [block for block in blocks(page, "") if re.search(r"^(myxa|make|python|pip) ", block, re.MULTILINE)]
+    assert unnamed == [], "a block of commands is marked as sh"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one has when the tutorial says to check and run: the files of the page, with more steps of fewer groups, and
+    a reward that leaves the processor to the commands."""
+    place = tmp_path_factory.mktemp("my-task")
+    make_tiny_model(place / "model", preset="0p5m", seed=0)
+    code = blocks(TUTORIAL, "python")[0]
+    slow = code.replace("    return float(", "    __import__('time').sleep(0.1)\n    return float(")
+    assert slow != code
+    (place / "my_task.py").write_text(slow)
+    smaller = {
+        "num_steps = 60": "num_steps = 100000",
+        "batch_size = 32": "batch_size = 4",
+        "max_groups = 96": "max_groups = 8",
+    }
+    text = blocks(TUTORIAL, "toml")[0]
+    for shown, ours in smaller.items():
+        assert text.count(shown) == 1
+        text = text.replace(shown, ours)
+    (place / "run.toml").write_text(text.replace('kind = "grpo"', 'kind = "grpo"\ngroup_filter = "none"'))
+    return place
+
+
+@contextmanager
+def running(words: list[str], place: Path, steps: int) -> Iterator[Live]:
+    """The command's run, once it has made so many steps, until Ctrl-C."""
+    live = Live(Job(place), Command(words, place))
+    try:
+        wait_until(lambda: any((place / "runs").glob("*/control.json")) and made_steps(live, steps), f"{steps} steps")
+        yield live
+    finally:
+        live.launcher.send_signal(signal.SIGINT)
+        said, _ = live.launcher.communicate(timeout=90)
+    assert live.launcher.returncode == 130, said
+
+
+def typed(live: Live, command: str) -> str:
+    """What it said; it must end well."""
+    words = shlex.split(command)
+    if words == ["myxa", "top"]:
+        with Command(words[1:], live.job.folder) as top:
+            assert top.stdout
+            return top.stdout.readline()
+    done = live.myxa(*words[1:]) if words[0] == "myxa" else live.shell(command)
+    assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_tutorial_and_readme_are_typed_on_one_run(folder: Path) -> None:
+    before = Live(Job(folder), Command(["--version"], folder))
+    before.launcher.communicate(timeout=60)
+    *check, up = commands(blocks(TUTORIAL, "sh")[1])
+    for command in check:
+        typed(before, command)
+    assert up == "myxa up run.toml"
+    assert json.loads((folder / "heldout.jsonl").read_text().splitlines()[0])["label"]
+    *others, fork = commands(blocks(README, "sh")[1])
+    with running(shlex.split(up)[1:], folder, steps=4) as live:
+        first = live.run_dir
+        for command in [*commands(blocks(TUTORIAL, "sh")[2]), *others]:
+            typed(live, command)
+        wait_until(lambda: any(first.glob("checkpoints/version_*/")), "the checkpoint")
+        typed(live, f"{fork} --no-start --name twin")
+    assert (first / "report.html").exists()
+    with running(["resume", str(first)], folder, steps=5):
+        pass
+    found = audit(first)
+    assert len(found.trained) == len(set(found.trained)) >= 20
+
+
+def test_gsm8k_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
+    """With rows like those of GSM8K, in files named like its."""
+    for name, text in zip(("run.toml", "gpu.toml"), blocks(GSM8K, "toml"), strict=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "data" / "main").mkdir(parents=True)
+    for name, num_rows in {"train": 64, "test": 16}.items():
+        rows = {
+            "question": [f"Ann has {n} apples and gets 2 more. How many has she?" for n in range(num_rows)],
+            "answer": [f"She has {n}+2=<<{n}+2={n + 2}>>{n + 2}.\n#### {n + 2}" for n in range(num_rows)],
+        }
+        parquet.write_table(pa.table(rows), tmp_path / "data" / "main" / f"{name}-00000-of-00001.parquet")
+    make, up, *others = commands(blocks(GSM8K, "sh")[1])
+    done = Live(Job(tmp_path), Command(["--version"], tmp_path))
+    done.launcher.communicate(timeout=60)
+    typed(done, make)
+    (tmp_path / "model").symlink_to("small")  # what is planned has the real one there
+    assert "finished after 2 of 2 steps" in typed(done, up)
+    said = [typed(done, command) for command in others]
+    assert "Ann has" in said[0] and "GPU 0" in said[1]
