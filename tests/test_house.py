@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -157,7 +156,10 @@ def unlisted_packages(root: Path) -> list[str]:
 
 
 def wrong_links(root: Path) -> list[str]:
-    """`.ns/myxa` holds one relative link per floor and root file, and nothing else but what Python leaves there."""
+    """`.ns/myxa` holds one relative link per floor and root file, and nothing else but what Python leaves there.
+    An sdist holds no links."""
+    if (root / "PKG-INFO").exists() and not (root / ".ns").exists():
+        return []
     wanted = {name: f"../../{name}" for name in (*FLOORS, *ROOT_MODULES, "py.typed")}
     links = [path for path in (root / ".ns/myxa").iterdir() if path.name != "__pycache__"]
     found = {path.name: str(path.readlink()) if path.is_symlink() else "" for path in links}
@@ -531,23 +533,6 @@ def test_a_slice_too_many_is_seen(small_house: Path):
 # -- packaging and weight ------------------------------------------------------------------------------------------
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path):
-    source = tmp_path / "source"
-    copied = [*modules(ROOT), *(Path(name) for name in ("pyproject.toml", "LICENSE", "README.md", "py.typed"))]
-    kinds = {"launch": ("*.toml", "*.html", "*.jinja"), "memory": ("*.c", "*.cpp", "*.ptx")}
-    data = [p.relative_to(ROOT) for floor, names in kinds.items() for n in names for p in (ROOT / floor).rglob(n)]
-    for path in [*copied, *data]:
-        (source / path).parent.mkdir(parents=True, exist_ok=True)
-        (source / path).write_bytes((ROOT / path).read_bytes())
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path / 'out')!r})"
-    command = [sys.executable, "-c", code]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=110, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = (tmp_path / "out").glob("*.whl")
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {f"myxa/{path}" for path in [*modules(ROOT), *data, Path("py.typed")]}
-
-
 LIGHT = ("actors.checkpoints.folder", "actors.models.tiny", "actors.models.tokenizer", "launch.cli", "launch.launcher", "launch.worker", "actors.contracts", "actors.coordinator.coordinator",
          "actors.buffer.buffer", "actors.monitor.monitor", "transport.node", "core.config")  # fmt: skip
 
@@ -584,13 +569,6 @@ def distribution_of(requirement: str) -> str:
     name = re.match(r"[A-Za-z0-9_.-]+", requirement)
     assert name is not None
     return name[0].lower().replace("_", "-")
-
-
-def test_the_versions_agree():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "__init__.py").read_text())
-    assert version is not None
-    assert version[1] == project["version"]
 
 
 def test_every_dependency_has_one_exact_version():
