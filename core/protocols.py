@@ -205,9 +205,9 @@ class TrainBackend(Protocol):
         """One optimizer step per mini-batch of the shard. `knobs` overrides live values such as `lr`."""
         ...
 
-    def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
-        """Why a step with these values, or with `saves` a checkpoint, would be refused; empty if it would not. Asks no
-        other rank and touches no tensor: may be called from any thread, while a step runs too."""
+    def judge_knobs(self, knobs: dict[str, float]) -> str:
+        """Why a step with these values would be refused; empty if it would not. Asks no other rank and touches no
+        tensor: may be called from any thread, while a step runs too."""
         ...
 
     def export_weights(self) -> list[NamedArray]:

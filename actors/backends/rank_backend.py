@@ -25,7 +25,7 @@ from ..models.model_config import ROUTER_BIAS, ModelConfig
 from .checkpoint import TrainingState
 from .offload import RankOffload
 from .step import Stepper
-from .torch_backend.accounting import Loaded, StepSettings, called, check_schedule
+from .torch_backend.accounting import Loaded, StepSettings, called
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, raw_bytes
 from .torch_backend.world import Gang, World
 
@@ -251,18 +251,13 @@ class RankBackend(Generic[C]):
         with parts.world.phase(f"train step {shard.step}"):
             return parts.stepper.train(shard, settings)
 
-    def judge_knobs(self, knobs: dict[str, float], *, saves: bool) -> str:
+    def judge_knobs(self, knobs: dict[str, float]) -> str:
         if self._parts is None:
             return "the trainer is still setting up"
         try:
-            settings = self._parts.stepper.settings_for(knobs)
-            check_schedule(settings.optimizer, settings.total_updates)
+            self._parts.stepper.settings_for(knobs)
         except ConfigError as error:
             return str(error)
-        return self._refuses_saving() if saves else ""
-
-    def _refuses_saving(self) -> str:
-        """Why no checkpoint can be written; empty if one can."""
         return ""
 
     def export_weights(self) -> list[NamedArray]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...core.errors import CallError, LedgerError, MyxaError
+from ...core.errors import CallError, LedgerError, MyxaError, TrainError
 from ...core.ids import LEADER
 from ...core.knobs import AuditRecord, ChangeRequest, KnobMove, KnobSheet, KnobState, Operator, PauseVerb
 from ...core.messages import EvalResult
@@ -47,7 +47,7 @@ class RunControl:
         """`evaluate`: on the held-out prompts now, of that set or all."""
         self._ctx, self._meter = run.ctx, run.meter
         self._version, self._tell, self._record, self._ask = run.version, run.tell, run.record, run.ask
-        self._conductor, self._evaluate = conductor, evaluate
+        self._conductor, self._evaluate, self._file = conductor, evaluate, run.options.file
         self._buffer = run.ctx.ref(BufferContract, "buffer")
         self._leader = run.ctx.ref(TrainerContract, LEADER)
         self._seen: tuple[int, str] | None = None
@@ -103,8 +103,12 @@ class RunControl:
         return max(stats.next_step, pause_at)
 
     async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
-        deed = _deed("ckpt", who, reason, export=export)
-        return await self._carried_out(deed, lambda: self._leader.checkpoint_at_boundary(export))
+        async def write() -> str:
+            if not export and self._file is not None and (why := self._file.refusal({"trainer.checkpoint_every": 1})):
+                raise TrainError(f"no checkpoint can be written: {why}", remedy="export the model instead")
+            return await self._leader.checkpoint_at_boundary(export)
+
+        return await self._carried_out(_deed("ckpt", who, reason, export=export), write)
 
     async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
         """On held-out prompts, beside training; `name`: of one set, else all."""

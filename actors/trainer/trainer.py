@@ -266,13 +266,10 @@ class Trainer(OwnsKnobs, TrainerContract):
         reason = self._knobs.refuses_end(values, at)
         if reason or not of_ranks(values):
             return reason
-        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)), saves=False)
+        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)))
 
     async def checkpoint_at_boundary(self, export: bool) -> str:
-        leader = self._require_leader()
-        if not export and (reason := self._backend.judge_knobs({}, saves=True)):
-            raise TrainError(f"no checkpoint can be written: {reason}", remedy="export the model instead")
-        return await leader.orders.ask(is_export=export)
+        return await self._require_leader().orders.ask(is_export=export)
 
 
 def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:

@@ -259,7 +259,7 @@ def test_in_half_precision_what_stays_has_no_masters(backends: Backends) -> None
 
 def test_a_knob_cannot_make_the_policy_the_reference(backends: Backends) -> None:
     backend = trained(backends, 0)
-    assert "keeps no reference model of its own" in backend.judge_knobs({"ref_update_every": 3}, saves=False)
+    assert "keeps no reference model of its own" in backend.judge_knobs({"ref_update_every": 3})
     with pytest.raises(MyxaError, match="keeps no reference model of its own"):
         backend.train(make_shards(51, minibatches=2)[0], {"ref_update_every": 3})
 

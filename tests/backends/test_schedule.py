@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-from myxa.actors.backends.torch_backend.accounting import check_schedule, learning_rate
+from myxa.actors.backends.torch_backend.accounting import learning_rate
 from myxa.actors.backends.torch_backend.parallel import AdamW
 from myxa.core.config import OptimizerConfig
-from myxa.core.errors import ConfigError
 
 RATES: dict[str, tuple[dict[str, object], dict[int, float]]] = {
     "warm-up rises from above zero": ({"warmup_steps": 4}, dict(enumerate([0.5, 1.0, 1.5, 2.0, 2.0, 2.0]))),
@@ -39,15 +38,6 @@ def test_the_rate_of_every_update(name: str) -> None:
     options, wanted = RATES[name]
     config = OptimizerConfig.model_validate({"lr": 2.0, **options})
     assert {n: learning_rate(config, n, total_updates=10) for n in wanted} == pytest.approx(wanted)
-
-
-def test_a_decay_without_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no end"):
-        check_schedule(OptimizerConfig(schedule="cosine"), 0)
-    with pytest.raises(ConfigError, match="has no end"):
-        check_schedule(OptimizerConfig(schedule="wsd", wsd_decay_steps=4), 0)
-    check_schedule(OptimizerConfig(schedule="cosine", decay_steps=5), 0)
-    check_schedule(OptimizerConfig(), 0)
 
 
 def test_adamw_walks_as_torch_does() -> None:

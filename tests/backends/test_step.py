@@ -64,7 +64,7 @@ def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends) 
         assert 0 < told[f"train/{rule}_fraction"] < 1, rule
     assert told["train/removed_fraction"] >= max(told["train/rejected_fraction"], told["train/vetoed_fraction"])
     backend = backends(algo={"correction": "mis", "mis_normalise": True, "minibatches": 3, "batch_size": 6})
-    assert "reject_low" in backend.judge_knobs({"mis_low": 0.7, "reject_low": 2.0}, saves=False)
+    assert "reject_low" in backend.judge_knobs({"mis_low": 0.7, "reject_low": 2.0})
     live = backend.train(shard, {"veto": 0.15, "reject_high": 2.0, "reject_low": 0.3}).metrics
     assert 0 < live["train/vetoed_fraction"] < 1
 
@@ -380,4 +380,4 @@ def test_the_policy_becomes_the_reference_every_so_many_steps_and_checkpoints_ke
     save(given, str(tmp_path / "given"), {})
     resumed.load(str(tmp_path / "given"))
     assert kl(resumed, 4)[1] == 0
-    assert "keeps no reference model" in backends().judge_knobs({"ref_update_every": 3.0}, saves=False)
+    assert "keeps no reference model" in backends().judge_knobs({"ref_update_every": 3.0})

@@ -19,7 +19,8 @@ from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.actors.knobs.owner import PAUSE_AT
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
-from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError, NoSuchActor
+from myxa.core.config import RunConfig
+from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError, NoSuchActor, TrainError
 from myxa.core.knobs import ChangeRequest, KnobSheet, KnobState, Operator
 from myxa.core.messages import BufferStats, EvalResult
 
@@ -55,6 +56,9 @@ class Buffer:
         for knob in (await self.conductor.news(0, -1)).knobs:
             self.pause_at = -1 if knob.value is None else int(knob.value)
 
+    async def checkpoint_at_boundary(self, export: bool) -> str:
+        return "export" if export else "checkpoint"
+
     async def stats(self) -> BufferStats:
         return BufferStats(
             states={}, drawn=0, trained=0, dropped={}, slots_total=0, slots_used=0, max_staleness=0, policy="",
@@ -66,10 +70,10 @@ class Place:
     """A coordinator's part with an audit log on disk; and as much of an actor's context as it needs."""
 
     log = logging.getLogger("conduct")
-    name, launch, file = "coordinator", "test", None
+    name, launch = "coordinator", "test"
 
-    def __init__(self, folder: Path, buffer: Buffer | None = None) -> None:
-        self.clock = SystemClock()
+    def __init__(self, folder: Path, buffer: Buffer | None = None, file: RunConfig | None = None) -> None:
+        self.clock, self.file = SystemClock(), file
         self.buffer, self.audit_path = buffer or Buffer(), folder / "audit.jsonl"
         self.tasks: set[asyncio.Task[Any]] = set()
         self.told: list[str] = []
@@ -224,6 +228,22 @@ async def test_a_pause_ends_by_itself_and_can_be_taken_back(tmp_path: Path) -> N
     assert "there is no change to take back" in (await place.conductor.undo(WHO, "", 0)).refused, "of knobs"
     assert not (await place.conductor.undo(WHO, "", 3)).refused
     assert place.agree() and not place.control.paused
+
+
+async def test_a_checkpoint_that_the_run_file_rules_out_is_refused_and_an_export_is_not(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    assert await place.control.checkpoint(WHO, "", export=False) == "checkpoint"
+    plain: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "d"}}
+    offloads = {"trainer": {"dtype": "bfloat16"}, "roles": {"trainer": {"kind": "megatron"}}}
+    for more, refused in ((offloads, False), (offloads | {"megatron": {"offload_optimizer": 0.5}}, True)):
+        place = Place(tmp_path, file=RunConfig.model_validate(plain | more))
+        assert await place.control.checkpoint(WHO, "", export=True) == "export"
+        if refused:
+            with pytest.raises(TrainError, match="no checkpoint can be written: megatron.offload_optimizer: "):
+                await place.control.checkpoint(WHO, "", export=False)
+            assert place.audit[-1] == ("ckpt", "failed")
+        else:
+            assert await place.control.checkpoint(WHO, "", export=False) == "checkpoint"
 
 
 async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class StageBackend:
     def export_weights(self) -> list[NamedArray]:
         return arrays_of(self._folders[self.version])
 
-    def judge_knobs(self, values, *, saves):
+    def judge_knobs(self, values):
         return ""
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ from ..torch_backend.accounting import (
     ReferenceModel,
     StepSettings,
     agree_on_source,
-    check_schedule,
     load_functions,
 )
 from ..torch_backend.tensors import DTYPE_OF
@@ -75,7 +74,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         folder, LaunchError if the gang does not meet, ConfigError for settings that do not go together or that the
         installed megatron-core does not know, UserCodeError for a function that cannot be had."""
         config, home = self._config, self._offload
-        check_schedule(config.optimizer, config.total_updates)
         user = load_functions(config.algo)
         trunk = read_config(config.model_path)
         model = trunk.with_mtp() if config.megatron.mtp else trunk
@@ -211,11 +209,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             choices=model.expert_choices if megatron.routing_replay == "rollout" else None,
             part=(world.grid.tp.rank(), layout.tp) if layout.sequence_parallel else (0, 1),
         )
-
-    def _refuses_saving(self) -> str:
-        if not self._config.megatron.offload_optimizer:
-            return ""
-        return "megatron.offload_optimizer does not go with checkpoints yet: begin the run without it"
 
 
 def _check_tables(settings: MegatronSettings) -> None:

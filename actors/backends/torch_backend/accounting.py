@@ -55,20 +55,11 @@ from .tensors import floats
 from .world import RankGroup, World
 
 
-def check_schedule(config: OptimizerConfig, total_updates: int) -> None:
-    """Raise ConfigError if the end of a decay is neither given nor known from the run's length (0 = endless)."""
-    if config.schedule != "constant" and config.decay_steps == 0 and total_updates <= 0:
-        raise ConfigError(
-            f'[optimizer] schedule = "{config.schedule}" has no end: the run has no fixed number of steps',
-            remedy="set optimizer.decay_steps or run.num_steps",
-        )
-
-
 def learning_rate(config: OptimizerConfig, num_updates: int, total_updates: int) -> float:
     """Rate of the next update after `num_updates` finished ones. Warm-up rises linearly and reaches the peak at its
     last update; then constant, or a half cosine, or a line down to `min_lr_ratio * lr` at `decay_steps` (0: at
-    `total_updates`). wsd ("warm-up, stable, decay", arXiv 2404.06395, section 4) is constant until `wsd_decay_steps`
-    before that."""
+    `total_updates`; every run file has one of both). wsd ("warm-up, stable, decay", arXiv 2404.06395, section 4) is
+    constant until `wsd_decay_steps` before that."""
     if num_updates < config.warmup_steps:
         return config.lr * (num_updates + 1) / config.warmup_steps
     if config.schedule == "constant":

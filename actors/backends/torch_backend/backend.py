@@ -21,7 +21,7 @@ from ...models.model_config import ModelConfig
 from ..adapters import TorchAdapters, WithoutAdapters
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
-from .accounting import ReferenceModel, agree_on_source, check_schedule, load_functions
+from .accounting import ReferenceModel, agree_on_source, load_functions
 from .checkpoint import TorchState
 from .critic import Critic, ValueModel, load_value_model
 from .model import CausalLM, PolicyModel, linear_cost, load_weights
@@ -46,7 +46,6 @@ class TorchBackend(RankBackend[RankSettings]):
         folder, LaunchError if the gang does not meet, ConfigError for settings that do not go together, UserCodeError
         for a function that cannot be imported."""
         config = self._config
-        check_schedule(config.optimizer, config.total_updates)
         functions = load_functions(config.algo)
         settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
