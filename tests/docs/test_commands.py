@@ -20,8 +20,9 @@ from tests.control.live import Live, made_steps
 from tests.harness.commands import Command
 from tests.harness.run_job import Job, audit
 from tests.harness.waiting import wait_until
+from tests.plan.memory_cases import SHAPES
 
-from myxa.actors.models.tiny import make_tiny_model
+from myxa.actors.models.tiny import make_tiny_model, tiny_config, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README, TUTORIAL, GSM8K = ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "gsm8k.md"
@@ -142,7 +143,9 @@ def test_gsm8k_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     done = Live(Job(tmp_path), Command(["--version"], tmp_path))
     done.launcher.communicate(timeout=60)
     typed(done, make)
-    (tmp_path / "model").symlink_to("small")  # what is planned has the real one there
+    (tmp_path / "model").mkdir()  # what is planned is of the real one's size
+    write_tokenizer(tmp_path / "model", tiny_config("1m"))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(dict(SHAPES["0.6B"].source)))
     assert "finished after 2 of 2 steps" in typed(done, up)
     said = [typed(done, command) for command in others]
     assert "Ann has" in said[0] and "GPU 0" in said[1]
