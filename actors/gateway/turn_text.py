@@ -148,12 +148,14 @@ def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, 
             return block[0]
         return ""
 
-    rest = how.block.sub(taken, said)
+    begin = min(places)  # an end mark in the words before it is a word, and was streamed
+    rest = said[:begin] + how.block.sub(taken, said[begin:])
     if how.begins in rest:  # one that cannot be read, or has no end
         return TurnText(reasoning, rest.removeprefix(_LLAMA_TAG) if form == "llama" else rest, tuple(calls), True)
+    words, rest = rest[:begin], rest[begin:]
     for mark in how.wrapping:
         rest = rest.replace(mark, "")
-    return TurnText(reasoning, rest.rstrip(), tuple(calls))
+    return TurnText(reasoning, (words + rest).rstrip(), tuple(calls))
 
 
 def _thought(text: str, *, begins_inside: bool, is_whole: bool) -> tuple[str, str]:

@@ -33,6 +33,7 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("llama", "plain words", TurnText(content="plain words")),
     ("deepseek", f"x{AROUND[0]}{DEEPSEEK_R1}{AROUND[1]}", TurnText(content="x", calls=(FIND,))),
     ("deepseek", f"{AROUND[0]}{DEEPSEEK_V3}\n{DEEPSEEK_V3}{AROUND[1]}", TurnText(calls=(FIND, FIND))),
+    ("deepseek", f"x{AROUND[1]}{AROUND[0]}{DEEPSEEK_V3}{AROUND[1]}y", TurnText(content=f"x{AROUND[1]}y", calls=(FIND,))),
     ("hermes", "<think>cut off", TurnText("cut off")),
     ("hermes", "a < b and <tool is a word", TurnText(content="a < b and <tool is a word")),
 ]  # fmt: skip
