@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.actors.data_floor import GateEngine, data_floor
 from tests.harness.dumps import whole_groups
 from tests.harness.waiting import until
@@ -17,9 +19,10 @@ from tests.harness.waits import waits
 
 from myxa.actors.buffer.cursor import POISON
 from myxa.actors.ledger.file import Row, decode_partial
+from myxa.actors.workflows.episode import WorkflowContext
 from myxa.core.errors import EngineError
 from myxa.core.protocols import Delta, GenerateRequest
-from myxa.core.samples import Group
+from myxa.core.samples import Group, Prompt, Sample
 
 
 def breaking(engine: Any, *, times: int) -> Any:
@@ -141,6 +144,53 @@ async def test_tokens_so_far_are_in_the_ledger_for_whoever_goes_on_after_a_kill(
             assert sample.response_ids.tolist() == [9, 7, 7, 7, 7, 7], "what was saved, and on from there"
             assert sample.logprobs.tolist() == [-0.25, -0.5, -0.5, -0.5, -0.5, -0.5], "as they were sampled"
             assert sample.versions.tolist() == [0] * 6 and sample.loss_mask.tolist() == [1] * 6
+
+
+class FirstTurns(GateEngine):
+    """Ends every first turn with the end token, and keeps second ones open as its parent does."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.token, self.turn = 9, [9, 9, end]
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+        ids = request.input_ids.tolist()
+        if self.turn in [ids[at : at + 3] for at in range(len(ids))]:
+            async for delta in super().generate(request):
+                yield delta
+        else:
+            yield replace(self._delta(3, "stop"), output_ids=np.asarray(self.turn, np.int32))
+
+
+async def two_turns(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    await ctx.episode.generate()
+    assert ctx.episode.reply("user", "and then?")
+    await ctx.episode.generate()
+    return ctx.episode.sample()
+
+
+async def test_a_turn_that_ended_is_not_drawn_again_after_a_kill(tmp_path: Path) -> None:
+    """Of a rollout of several turns, as agents have them: what was saved is replayed, with the reply between."""
+    async with data_floor(tmp_path) as floor:
+        doomed = FirstTurns(min(floor.tokenizer.eos_token_ids))
+        await floor.add("rollout/0", engine=doomed, workflow=two_turns, save_partials_s=0.05)
+        await until(lambda: doomed.open == 2, "two second turns")
+        num_before = len(doomed.requests[0].input_ids)
+        await until(lambda: len(saved(floor, 0)) == 2 and min(saved(floor, 0)) > 4, "both are saved")
+        floor.rollouts["rollout/0"].is_draining = True
+        assert await floor.buffer.rollout_gone("rollout/0", floor.rollouts["rollout/0"].ctx.epoch) == 1
+        heir = await floor.add("rollout/1", workflow=two_turns)
+        await until(lambda: heir.open == 2, "the same group")
+        assert [len(request.input_ids) for request in heir.requests] == [num_before + 1] * 2, (
+            "one token of the second turn"
+        )
+        heir.gate.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 1, "ready")
+        ((row, group), *_) = finished(tmp_path)
+        assert row.rollout == "rollout/1"
+        for sample in group.samples:
+            drawn = sample.response_ids[sample.loss_mask == 1].tolist()
+            assert drawn == [*doomed.turn, 9, 7, 7, 7, 7, 7] and sample.response_ids[:3].tolist() == doomed.turn
 
 
 class Trickle(GateEngine):
