@@ -73,6 +73,11 @@ def _one(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     return np.ones_like(rewards_S)
 
 
+def _sign(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
+    """Pairs: 1 for the better answer, -1 for the worse one."""
+    return np.sign(groups.centred_S)
+
+
 BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
     "grpo": _standardised,
     "dapo": _standardised,
@@ -84,6 +89,7 @@ BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
     "reinforce_pp": _raw,
     "ppo": _raw,
     "sft": _one,
+    "dpo": _sign,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .ratios import Segments
 
@@ -123,6 +124,57 @@ def reinforce_loss(logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor) ->
 def sft_loss(logprobs_T: Tensor) -> TokenLoss:
     """-logp: cross entropy of the demonstration's tokens. Advantages have no part in it."""
     return TokenLoss.unbounded(-logprobs_T)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTerms:
+    """Of P pairs: (better answer, worse one) of each, float [P, 2]."""
+
+    loss_P: Tensor
+    """float [P], differentiable."""
+    rewards_P2: Tensor
+    """Implicit rewards, by which accuracy and margin are counted."""
+
+
+def pair_loss(
+    name: str,
+    live_P2: Tensor,
+    reference_P2: Tensor | None,
+    lengths_P2: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+) -> PairTerms:
+    """Loss of pairs from the sums of log-probs of their answers (`live_P2`, with gradient; `reference_P2`, None for
+    simpo and orpo) and their numbers of tokens. With h = (live - reference) of the better answer less that of the worse
+    one, m = mean log-prob per token, s = log sigmoid, e = label_smoothing:
+
+        dpo      -(1 - e) s(beta h) - e s(-beta h)                     arXiv 2305.18290, eq. 7; e: its authors' cDPO
+        ipo      (h - 1 / (2 beta))^2, h of means per token            arXiv 2310.12036, eq. 17; means as in TRL
+        hinge    max(0, 1 - beta h)                                    SLiC, arXiv 2305.10425; RSO, arXiv 2309.06657
+        simpo    as dpo with beta (m_better - m_worse) - margin        arXiv 2405.14734, eq. 6
+        orpo     -m_better - beta s(log odds of exp m, of both)        arXiv 2403.07691, eq. 6
+    """
+    means_P2 = live_P2 / lengths_P2
+    if name == "orpo":
+        odds_P2 = means_P2 - torch.log1p(-means_P2.exp().clamp(max=1 - torch.finfo(means_P2.dtype).eps))
+        compared_P = functional.logsigmoid(odds_P2[:, 0] - odds_P2[:, 1])
+        return PairTerms(-means_P2[:, 0] - beta * compared_P, beta * means_P2.detach())
+    if name == "simpo" or reference_P2 is None:
+        gain_P2 = means_P2
+    else:
+        gain_P2 = live_P2 - reference_P2
+        gain_P2 = gain_P2 / lengths_P2 if name == "ipo" else gain_P2
+    h_P = gain_P2[:, 0] - gain_P2[:, 1]
+    if name == "ipo":
+        loss_P = (h_P - 1 / (2 * beta)).square()
+    elif name == "hinge":
+        loss_P = torch.relu(1 - beta * h_P)
+    else:
+        x_P = beta * h_P - margin
+        loss_P = -(1 - label_smoothing) * functional.logsigmoid(x_P) - label_smoothing * functional.logsigmoid(-x_P)
+    return PairTerms(loss_P, beta * gain_P2.detach())
 
 
 def opsm_keep(live_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, segments: Segments, delta: float) -> Tensor:

@@ -62,15 +62,15 @@ def needs_whitening(config: AlgoConfig) -> bool:
 
 
 def needs_reference(config: AlgoConfig) -> bool:
-    """Whether a reference model must score the batch: there is a KL term, wherever it goes."""
-    return config.kl_coef > 0
+    """Whether a reference model must score the batch: for a KL term, wherever it goes, or to compare pairs."""
+    return config.uses_reference
 
 
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoConfig:
     """The options of a step with so many mini-batches, what "auto" means in its place."""
     count = minibatches or algo.minibatches
     correction = resolve_correction(algo.correction, count * algo.epochs, algo.policy_loss)
-    if algo.policy_loss == "sft":  # a demonstration has no behaviour policy, so there is nothing to correct for
+    if algo.is_given:  # a demonstration has no behaviour policy, so there is nothing to correct for
         correction = "none"
     meant = {"loss": algo.policy_loss, "correction": correction, "kl_kind": algo.kl_estimator, "minibatches": count}
     return algo.model_copy(update=meant)
@@ -99,6 +99,8 @@ class TokenBatch:
     """float [T]: log-probs under the reference model; see `needs_reference`."""
     entropy_T: Tensor | None = None
     """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
+    pair_S: Tensor | None = None
+    """int64 [S]: of which pair each sample is, from 0; the better one has an advantage above 0. None: no pairs."""
     weights_T: Tensor | None = None
     """float [T]: factor of each token in all parts of the loss, not in a denominator; None: 1."""
 
@@ -122,7 +124,8 @@ class Objective:
     loss: Tensor
     """0-dim, differentiable: this micro-batch's share of the global loss."""
     parts: dict[str, Tensor]
-    """0-dim, detached shares of the loss: policy_loss, kl_loss, entropy_loss; they add up to it."""
+    """0-dim, detached shares of the loss: policy_loss, kl_loss, entropy_loss; they add up to it. Of pairs: shares of
+    means over them."""
     sums: dict[str, Tensor]
     """0-dim, detached sums of metrics over tokens; divide by the global number of tokens."""
 
@@ -163,11 +166,54 @@ class TokenFunctions:
 OPTIONS_OWN = TokenFunctions()
 
 
+def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser) -> Objective:
+    """The same for pairs of samples, which must be whole here: the mean over pairs. Raises TrainError for half ones."""
+    segments, pair_S = batch.segments, batch.pair_S
+    live_T = _wide(batch.logprobs_T)
+    if pair_S is None or (needs_reference(config) and batch.reference_T is None):
+        raise TrainError("the micro-batch has no pairs, or no reference log-probs", remedy="a bug: score it before")
+    one_S = segments.sum_S(torch.ones_like(live_T))
+    better_S = segments.sum_S(_wide(batch.advantages_T)) > 0
+    order_S = torch.argsort(2 * pair_S + (~better_S).long())
+    sorted_S, is_better_S = pair_S[order_S], better_S[order_S]
+    is_whole = len(pair_S) % 2 == 0 and torch.equal(sorted_S[::2], sorted_S[1::2])
+    if not is_whole or not bool(is_better_S[::2].all()) or bool(is_better_S[1::2].any()):
+        raise TrainError("a micro-batch holds half a pair", remedy="a bug in the planner, which keeps pairs together")
+
+    def paired(x_T: Tensor) -> Tensor:
+        return segments.sum_S(x_T)[order_S].reshape(-1, 2)
+
+    live_P2 = paired(live_T)
+    reference_P2 = paired(_wide(batch.reference_T).detach()) if batch.reference_T is not None else None
+    terms = losses.pair_loss(
+        config.loss,
+        live_P2,
+        reference_P2,
+        one_S[order_S].reshape(-1, 2),
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        margin=config.simpo_margin if config.loss == "simpo" else 0.0,
+    )
+    share = 1 / max(normaliser.samples / 2, 1.0)
+    margin_P = terms.rewards_P2[:, 0] - terms.rewards_P2[:, 1]
+    means = {"accuracy": (margin_P > 0).to(live_T.dtype), "margin": margin_P}
+    for k, name in enumerate(("chosen", "rejected")):
+        means |= {f"rewards/{name}": terms.rewards_P2[:, k], f"logps/{name}": live_P2[:, k].detach()}
+    loss = terms.loss_P.sum() * share
+    return Objective(
+        loss=loss,
+        parts={name: mean_P.sum() * share for name, mean_P in means.items()},
+        sums={"logprob": live_T.detach().sum()},
+    )
+
+
 def policy_objective(
     batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser, functions: TokenFunctions = OPTIONS_OWN
 ) -> Objective:
     """This micro-batch's share of the loss and its metrics. Gradient flows through `logprobs_T` and `entropy_T`. Raises
     TrainError when log-probs that the options need are missing or a denominator is, and what `functions` raise."""
+    if config.learns_pairs:
+        return pair_objective(batch, config, normaliser)
     view = _view(batch, config)
     mean_weight = normaliser.mean_weight
     weights = _weights(view, config, mean_weight) if functions.weight is None else functions.weight(view)

@@ -150,7 +150,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
     from ..actors.buffer.cursor import Window
     from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
 
-    data, context_length, is_supervised = config.data, config.engine.context_length, config.algo.kind == "sft"
+    data, context_length, is_supervised = config.data, config.engine.context_length, config.algo.is_given
     return BufferLimits(
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=config.reward.quarantine_after,

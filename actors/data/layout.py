@@ -68,6 +68,8 @@ CONVERSATIONS = "conversations"
 """The column of ShareGPT's rows."""
 DEMONSTRATION = "demonstration"
 DEMONSTRATION_TURNS = "demonstration_turns"
+PAIR = ("chosen", "rejected")
+"""Columns of a pair of answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "verl": {"prompt": "prompt", "label": "reward_model.ground_truth", "metadata": "extra_info"},
     "chat": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
     "plain": {"prompt": "prompt", "label": "label"},
+    "pairs": {"prompt": "prompt", "metadata": "metadata", "tools": "tools"},
     "recorded": {},
 }
 """Column names of each convention."""
@@ -118,12 +121,15 @@ class RowLayout:
         self._compares = needs_label
         """Whether the reward of each row compares with its label."""
         self._is_chat = settings.preset == "chat"
+        self._is_pairs = settings.preset == "pairs"
         self._system = settings.system
         self._needs_demonstration = needs_demonstration
         self._learns_last = settings.learn == "last"
         self._source = SOURCE_COLUMNS.get(settings.preset, "")
         wants_label = settings.preset in ("plain", "verl") and not needs_demonstration
-        self._prompt = column("prompt", setting="messages_key" if self._is_chat else "prompt_key", is_required=True)
+        self._prompt = column(
+            "prompt", setting="messages_key" if self._is_chat else "prompt_key", is_required=not self._is_pairs
+        )
         self._label = column("label", is_required=needs_label or wants_label)
         self._metadata, self._tools = column("metadata"), column("tools")
         self._answer = column("answer", is_required=bool(settings.answer_key) and needs_demonstration)
@@ -136,6 +142,7 @@ class RowLayout:
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
+        keys += PAIR if self._is_pairs else ()
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
         return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
 
@@ -148,6 +155,8 @@ class RowLayout:
         for column in (self._tools, self._column_of_prompt(columns), self._answer):
             value = _value(columns, Column(column.key, column.setting))
             check_unified(value, column.key, is_tools=column is self._tools)
+        for name in PAIR if self._is_pairs else ():
+            check_unified(columns.get(name), name, is_tools=False)
 
     def prompt(self, columns: Columns) -> Prompt:
         """What a row means; its place in the data is 0. Raises RowError."""
@@ -156,6 +165,9 @@ class RowLayout:
         for name in MEDIA_COLUMNS:
             if columns.get(name):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
+        metadata = self._metadata_of(columns)
+        if self._is_pairs:
+            columns, metadata = self._take_pair(columns, metadata)
         prompt = _value(columns, self._column_of_prompt(columns))
         if not self._is_plain:
             prompt = parse_json_messages(prompt)
@@ -166,7 +178,6 @@ class RowLayout:
                 "write the whole prompt as a text, or have the chat template write the messages",
             )
         messages = parse_messages(prompt, self._prompt.key)
-        metadata = self._metadata_of(columns)
         messages = self._take_demonstration(columns, messages, metadata)
         if self._system and messages[0].role != "system":
             messages = (Message(role="system", content=self._system), *messages)
@@ -252,6 +263,41 @@ class RowLayout:
                 'end it with a user message, or use preset = "chat" if the last message is the answer',
             )
         return messages
+
+    def _take_pair(self, columns: Columns, metadata: dict[str, Any]) -> tuple[Columns, dict[str, Any]]:
+        """The row with its prompt, and the turns of both answers in the metadata. Without a prompt of its own that is
+        what both have in common at their beginning. Raises RowError."""
+        given = _value(columns, self._prompt)
+        answers: list[Any] = [columns.get(name) for name in PAIR]
+        for name, answer in zip(PAIR, answers, strict=True):
+            if not isinstance(answer, (str, list)) or not answer:
+                cause = f'column "{name}" holds {type(cast(object, answer)).__name__}, not an answer'
+                raise RowError(cause, "write a text or a list of messages")
+        if given is None and all(isinstance(answer, str) for answer in answers):
+            texts = cast("list[str]", answers)
+            size = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+            given, answers = texts[0][:size], [text[size:] for text in texts]
+            if not all(answers):
+                raise RowError("one answer is the beginning of the other one", "leave such rows out, or set prompt")
+        pair = [
+            (Message(role="assistant", content=answer),) if isinstance(answer, str) else parse_messages(answer, name)
+            for name, answer in zip(PAIR, answers, strict=True)
+        ]
+        if given is None or all(turns[0].role != "assistant" for turns in pair):  # both begin with the prompt
+            same = next((at for at, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair)))
+            pair, given = [turns[same:] for turns in pair], [_table(turn) for turn in pair[0][:same]]
+        if not given:
+            raise RowError("the row has no prompt", "name its column with data.prompt_key, or begin both with it")
+        for name, turns in zip(PAIR, pair, strict=True):
+            if not turns or turns[0].role != "assistant":
+                raise RowError(
+                    f'what "{name}" adds to the prompt does not begin with an assistant message',
+                    "both answers must follow the same prompt, and differ",
+                )
+        if pair[0] == pair[1]:
+            raise RowError("both answers are the same", "leave such rows out")
+        own = {name: [_table(turn) for turn in turns] for name, turns in zip(PAIR, pair, strict=True)}
+        return {**columns, self._prompt.key: given}, {**metadata, **own}
 
     def _learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The messages before the first turn that is learnt, and those from there to the last one. Raises RowError."""

@@ -291,8 +291,8 @@ def held_out_layout(config: RunConfig, name: str) -> RowLayout:
 
 def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, source: str = "") -> RowLayout:
     """How rows of `part` are read, judged by `reward`. `source`: their name, if it may choose who judges."""
-    if config.algo.kind == "sft":
-        return RowLayout(part, needs_demonstration=True)
+    if config.algo.is_given:
+        return RowLayout(part, needs_demonstration=not config.algo.learns_pairs)
     rewards = RowRewards(reward, {DATA_SOURCE: source} if source else {})
     return RowLayout(part, needs_label=rewards.all_need_label, rewards=rewards)
 

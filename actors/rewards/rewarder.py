@@ -238,18 +238,18 @@ class SeveralRewards(Scorer):
 
 
 class FixedReward(Scorer):
-    """The same reward for everything: what demonstrations get in supervised fine-tuning."""
+    """The same reward for all demonstrations of supervised fine-tuning; what the workflow says of pairs."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
         self._outcome = RewardOutcome(value)
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
-        return tuple(self._outcome for _ in completions)
+        return tuple(self._outcome if one.reward is None else RewardOutcome(one.reward) for one in completions)
 
 
 def make_rewarder(config: RunConfig, judges: Judges | None = None) -> Rewarder | SeveralRewards | FixedReward:
     """What judges the samples of this run. Raises ConfigError or UserCodeError when a function cannot be loaded."""
-    if config.algo.kind == "sft":
+    if config.algo.is_given:
         return FixedReward()
     return SeveralRewards(config.reward, judges) if config.reward.functions else Rewarder(config.reward, ALONE, judges)

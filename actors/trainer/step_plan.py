@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ...algos.baselines import group_advantages
-from ...algos.packing import plan_shards
+from ...algos.packing import RankPlan, plan_shards
 from ...algos.rewards.outcome import Unusable, each_of, is_in_order, number_of
 from ...core.config import AlgoConfig
 from ...core.config.learning import COMPARING_KINDS
@@ -165,14 +165,8 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     if advantages is None:
         advantages = own_advantages(groups, options)
     samples = [_train_sample(g, i, advantage, options) for (g, i), advantage in zip(flat, advantages, strict=True)]
-    plan = plan_shards(
-        [s.num_tokens for s in samples],
-        options.num_ranks,
-        options.max_tokens,
-        options.minibatches,
-        [s.group_id for s in samples],
-    )
-    if options.algo.reduction == "rollout":
+    plan = _planned(samples, options)
+    if options.algo.reduction == "rollout" and not options.algo.learns_pairs:
         samples = _by_rollout(samples)
     members = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
     own = [_denominators(part, "algo") for part in members]
@@ -186,6 +180,27 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
         minibatch_parts=tuple({name: _denominators(part, name) for name in names} for part in members) if names else (),
     )
     return tuple(_shard(whole, rank, samples) for rank in plan)
+
+
+def _planned(samples: Sequence[TrainSample], options: StepPlanOptions) -> list[RankPlan]:
+    """Which rank trains which samples in which micro-batch; both answers of a pair are in one."""
+    units = [[at] for at in range(len(samples))]
+    if options.algo.learns_pairs:
+        by_group: dict[int, list[int]] = {}
+        for at, sample in enumerate(samples):
+            by_group.setdefault(sample.group_id, []).append(at)
+        units = list(by_group.values())
+    plan = plan_shards(
+        [sum(samples[at].num_tokens for at in unit) for unit in units],
+        options.num_ranks,
+        options.max_tokens,
+        options.minibatches,
+        [samples[unit[0]].group_id for unit in units],
+    )
+    return [
+        [[[at for unit in micro for at in units[unit]] for micro in micros] for micros in minibatches]
+        for minibatches in plan
+    ]
 
 
 def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[float | F32]:
@@ -280,7 +295,7 @@ def _check_reference(step: int, groups: Sequence[Group]) -> None:
 def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPlanOptions) -> TrainSample:
     """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
-    part: LossPart = "algo" if options.algo.kind == "sft" else sample.loss
+    part: LossPart = "algo" if options.algo.is_given else sample.loss
     tokens: F32 | None = None
     turn_rewards = None
     if part == "sft":

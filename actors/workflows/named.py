@@ -36,12 +36,22 @@ async def replay_demonstration(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     return ctx.episode.demonstration(shown_turns(prompt))
 
 
-def shown_turns(prompt: Prompt) -> list[Message]:
-    """The turns of the row's demonstration. Raises DataError."""
+PAIR = ("chosen", "rejected")
+"""The answers of a pair in the metadata, by the number of the sample in its group."""
+
+
+async def replay_pair(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    """One answer of a pair as a sample, with reward 1 if it is the better one, else 0."""
+    sample = ctx.episode.demonstration(shown_turns(prompt, PAIR[ctx.index]))
+    return msgspec.structs.replace(sample, loss="algo", reward=float(ctx.index == 0))
+
+
+def shown_turns(prompt: Prompt, key: str = "demonstration_turns") -> list[Message]:
+    """The turns of the row's demonstration, or of one answer of its pair. Raises DataError."""
     metadata: dict[str, Any] = prompt.metadata
-    if "demonstration_turns" in metadata:
+    if key in metadata:
         try:
-            turns = msgspec.convert(metadata["demonstration_turns"], list[Message])
+            turns = msgspec.convert(metadata[key], list[Message])
         except msgspec.ValidationError as err:
             raise DataError(
                 f"row {prompt.row} of {prompt.source}: demonstration turns are not messages ({err})",
@@ -62,7 +72,11 @@ def shown_turns(prompt: Prompt) -> list[Message]:
     return [Message(role="assistant", content=answer)]
 
 
-BUILTINS: Mapping[str, Workflow] = {"single_turn": answer_once, "demonstration": replay_demonstration}
+BUILTINS: Mapping[str, Workflow] = {
+    "single_turn": answer_once,
+    "demonstration": replay_demonstration,
+    "preference": replay_pair,
+}
 """They run in the actor's own process; all others in workers."""
 PHASES = ("setup", "run", "finalize", "score", "teardown")
 

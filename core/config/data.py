@@ -135,7 +135,7 @@ class RowSource(RowColumns, frozen=True):
 
     path: Annotated[SourceText, Field(min_length=1)]
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
-    preset: Literal["", "slime", "verl", "chat", "plain", "recorded"] = ""
+    preset: Literal["", "slime", "verl", "chat", "plain", "pairs", "recorded"] = ""
     """How rows are laid out; empty = as in `[data]`."""
 
 
@@ -181,9 +181,10 @@ class DataSettings(RowColumns, frozen=True):
     Folders, patterns, further formats, `environment:NAME`: rewards-and-data.md. Left out where there are `sources`."""
     sources: dict[TableName, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
-    preset: Literal["slime", "verl", "chat", "plain", "recorded"] = "slime"
+    preset: Literal["slime", "verl", "chat", "plain", "pairs", "recorded"] = "slime"
     """How rows are laid out: slime (prompt, label, metadata), verl (prompt, reward_model, data_source, extra_info),
-    chat (messages; the last assistant message is the demonstration), plain (prompt, label), recorded (the finished
+    chat (messages; the last assistant message is the demonstration), plain (prompt, label), pairs (chosen, rejected and
+    perhaps prompt, as TRL's preference data), recorded (the finished
     groups of a dump that `myxa dump` wrote: they are trained on as they are, and nothing is generated)."""
     learn: Literal["all", "last"] = "all"
     """Which of the assistant's turns of a conversation of `preset = "chat"` SFT learns. A message of a row switches

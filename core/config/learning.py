@@ -40,23 +40,34 @@ FILTER_BUILTINS = ("zero_variance", "none")
 
 SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 
-LossName = Literal["auto", "ppo", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "sft"]
+PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "sft"]
+PairLoss = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
+LossName = Literal["auto"] | PolicyLoss | PairLoss
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
 Reduction = Literal["token", "rollout", "constant"]
 Normalise = Literal["group", "batch", "none"]
 KlPlace = Literal["loss", "reward", "advantage"]
 KlKind = Literal["k1", "k2", "k3"]
 AlgoKind = Literal[
-    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"
-]
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft",
+    "dpo",
+]  # fmt: skip
 TOKEN_REWARD_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 """Algorithms with a reward for each token: it has a place for a KL term, and their advantages, which have no other
 baseline, are whitened over the batch."""
 COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
+PAIR_KINDS: tuple[AlgoKind, ...] = ("dpo",)
+"""Algorithms that learn which of two answers is better."""
+GIVEN_KINDS: tuple[AlgoKind, ...] = ("sft", *PAIR_KINDS)
+"""Algorithms whose answers are in the rows: no engine takes part."""
+REFERENCE_LOSSES: tuple[LossName, ...] = ("dpo", "ipo", "hinge")
+"""Losses that compare with a reference model's log-probs."""
 NORMALISED_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "gspo", "cispo")
 """Algorithms that divide by a standard deviation of rewards."""
-LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {"gspo": "gspo", "cispo": "cispo", "sft": "sft"}
+LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {
+    "gspo": "gspo", "cispo": "cispo", "sft": "sft", "dpo": "dpo",
+}  # fmt: skip
 """The loss that loss = "auto" means; ppo for all others."""
 
 
@@ -88,6 +99,7 @@ DEFAULTS_OF_KIND: Mapping[AlgoKind, KindDefaults] = {
     "reinforce_pp_baseline": KindDefaults(0.2, 0.2, "token", "zero_variance", "arXiv 2501.03262"),
     "rloo": KindDefaults(0.2, 0.2, "constant", "zero_variance", "arXiv 2402.14740, eq. 8"),
     "sft": KindDefaults(0.2, 0.2, "token", "none", "cross entropy"),
+    "dpo": KindDefaults(0.2, 0.2, "rollout", "none", "a mean over pairs; arXiv 2305.18290, eq. 7"),
 }
 """The zero-variance filter serves algorithms that live from differences inside a group; for the others a group of equal
 rewards is a lesson like any other."""
@@ -138,6 +150,13 @@ class AlgoConfig(Section, frozen=True):
     """Temperature of the sapo loss where the advantage is positive: a larger one fades the gradient earlier."""
     sapo_tau_neg: PositiveFloat = 1.05
     """Temperature of the sapo loss where the advantage is not positive."""
+    beta: PositiveFloat = 0.1
+    """dpo: factor of the log-probs that pairs are compared by; orpo: weight of its comparison; ipo: 1 / (2 beta) is the
+    margin it draws to."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that is thought to be the wrong way round, for the dpo (then cDPO) and simpo losses."""
+    simpo_margin: NonNegativeFloat = 0.5
+    """Margin of rewards that the simpo loss draws to (its gamma)."""
     dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
@@ -170,7 +189,7 @@ class AlgoConfig(Section, frozen=True):
     """Off-policy sequence masking: a sample of negative advantage loses its policy loss when the mean of (behaviour -
     live) log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL term towards the reference model; 0 = no reference model is kept."""
+    """Weight of the KL term towards the reference model; 0 = none, and no such model, but of kind dpo."""
     ref_path: PathText = ""
     """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
     `model.path`."""
@@ -257,7 +276,7 @@ class AlgoConfig(Section, frozen=True):
             "reduction": defaults.reduction,
             "critic_lam": table.get("lam", 1.0),
             "group_filter": "none" if kl_in == "advantage" and table.get("kl_coef") else defaults.group_filter,
-            "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind != "sft",
+            "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind not in GIVEN_KINDS,
             **table,
         }
 
@@ -268,7 +287,22 @@ class AlgoConfig(Section, frozen=True):
     @property
     def keeps_reference(self) -> bool:
         """Whether the trainer holds a reference model."""
-        return self.kl_coef > 0 and not self.ref_urls
+        return self.uses_reference and not self.ref_urls
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether samples must be scored by a reference model, here or served."""
+        return self.kl_coef > 0 or self.policy_loss in REFERENCE_LOSSES
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether a group is a pair of answers: the better one, and the worse one."""
+        return self.kind in PAIR_KINDS
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the rows hold the answers."""
+        return self.kind in GIVEN_KINDS
 
     @property
     def policy_loss(self) -> LossName:
@@ -298,6 +332,16 @@ class AlgoConfig(Section, frozen=True):
         'kl_in=advantage needs kind!=sft: it has no advantages; use "loss"',
         'loss=sft needs kind=sft: use "auto"',
         'loss!=auto,sft needs kind!=sft: use "auto"',
+        "loss=dpo,ipo,hinge,simpo,orpo needs kind=dpo: it compares pairs",
+        "loss=auto,dpo,ipo,hinge,simpo,orpo for kind=dpo",
+        "beta needs kind=dpo",
+        "simpo_margin needs loss=simpo",
+        "ref_path ref_urls ref_update_every needs loss!=simpo,orpo: they compare with no reference model",
+        f"kl_coef entropy_coef needs kind!={','.join(PAIR_KINDS)}: a pair's loss has no such term",
+        f"loss_fn weight_fn opsm_delta needs kind!={','.join(PAIR_KINDS)}: they are for losses per token",
+        f"correction needs kind!={','.join(PAIR_KINDS)}: no engine sampled the answers",
+        f"reward_post_process advantage_fn needs kind!={','.join(PAIR_KINDS)}: pairs have no rewards",
+        f"sample_filter needs kind!={','.join(PAIR_KINDS)}: half a pair teaches nothing",
         "loss=auto for loss_fn",
         "loss=dppo_tv,dppo_kl needs correction=auto,behaviour: its trust region is around the sampling policy",
         f"normalise needs kind={','.join(NORMALISED_KINDS)}",
@@ -324,6 +368,8 @@ class AlgoConfig(Section, frozen=True):
             (self.clip_low > 1 and loss not in ("cispo", "dppo_kl"), "clip_low",
              f'must be at most 1 for kind = "{kind}": ratios are not negative'),
             (self.dual_clip and loss not in ("ppo", "gspo"), "dual_clip",
+             f'is not defined for the loss "{loss}"; use 0'),
+            (self.label_smoothing and loss not in ("dpo", "simpo"), "label_smoothing",
              f'is not defined for the loss "{loss}"; use 0'),
             (self.critic_lam != self.lam and kind != "ppo", "critic_lam", f'is for ppo, not kind = "{kind}"'),
             (self.correction == "icepop" and self.mis_low >= self.tis_cap, "mis_low",

@@ -15,6 +15,8 @@ from ..ids import POLICY
 from ..suggestion import nearest
 from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
+    GIVEN_KINDS,
+    PAIR_KINDS,
     AlgoConfig,
     AsyncSettings,
     CriticConfig,
@@ -47,6 +49,8 @@ from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_ta
 from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, speculation_conflicts
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
+PAIR_DEFAULTS = {"rollout": {"workflow": "preference", "num_samples": 2}, "data": {"preset": "pairs"}}
+PAIRS, GIVEN = ",".join(PAIR_KINDS), ",".join(GIVEN_KINDS)
 ENGINE_RELATIONS = (
     "roles.rollout.kind=sglang for engine.attach",
     "roles.rollout.nodes!=* for engine.attach",
@@ -59,13 +63,16 @@ ENGINE_RELATIONS = (
 """Those of an engine, the policy's or that of one of `[models]`."""
 RELATIONS = (
     *ENGINE_RELATIONS,
-    # SFT and exploration
+    # Answers of rows, and exploration
     "rollout.workflow=demonstration for algo.kind=sft",
+    f"rollout.workflow=preference for algo.kind={PAIRS}",
+    f"rollout.num_samples=2 for algo.kind={PAIRS}: a pair has two answers",
+    f"algo.kind={PAIRS} for rollout.workflow=preference",
     "algo.kind=sft for rollout.workflow=demonstration: every sample would get the same reward",
     "rollout.num_samples=1 for algo.kind=sft: there is one demonstration per prompt",
-    "rollout.temperature!=0 for algo.kind!=sft: identical samples teach nothing; use 1.0",
-    "models needs algo.kind!=sft: it has no rollouts that would ask them",
-    "rollout.temperature=1 algo.kind=sft for algo.ref_urls: servers score at temperature 1; or use algo.ref_path",
+    f"rollout.temperature!=0 for algo.kind!={GIVEN}: identical samples teach nothing; use 1.0",
+    f"models needs algo.kind!={GIVEN}: it has no rollouts that would ask them",
+    f"rollout.temperature=1 algo.kind={GIVEN} for algo.ref_urls: servers score at temperature 1; or use algo.ref_path",
     # Agents and environments
     "agent.command agent.url agent.polls for rollout.workflow=agent: there must be a program or a service",
     "reward.fn=workflow for agent.reward: the agent says the reward",
@@ -104,7 +111,7 @@ RELATIONS = (
     "megatron.offload_optimizer needs trainer.dtype=bfloat16: its masters are float32",
     "megatron.offload_optimizer needs !trainer.checkpoint_every: it has no checkpoints yet",
     "megatron.offload_optimizer needs !trainer.resume: it has no checkpoints yet",
-    "megatron.routing_replay=rollout needs algo.kind!=sft: a demonstration was routed by no engine",
+    f"megatron.routing_replay=rollout needs algo.kind!={GIVEN}: a demonstration was routed by no engine",
     "megatron.routing_replay=rollout needs roles.rollout.kind=sglang: others do not tell which experts tokens went to",
     "megatron.routing_replay=rollout needs sglang.enable_return_routed_experts=true engine.attach: servers tell it",
     "megatron.routing_replay=rollout needs !sglang.speculative_algorithm: SGLang keeps no experts of guessed tokens",
@@ -134,7 +141,7 @@ RELATIONS = (
     "eval.every needs eval.data eval.sets: the held-out prompts",
 )
 FIRST_RELATIONS = (
-    "algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef: without it no reference model is used",
+    "algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef algo.kind=dpo: else no model is used",
     "run.stop_reward needs eval.every",
 )
 """Those of a run's first values: one that began with a KL term, or with evaluations, may continue without."""
@@ -242,13 +249,14 @@ class RunConfig(Section, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _fill_by_kind(cls, raw: object) -> object:
-        """SFT has one sample per prompt and no use for a filter: values left out become that, not the defaults of RL
+        """What rows hold decides how many samples a prompt has: values left out become that, not the defaults of RL
         with an engine that generates."""
         table = as_table(raw)
-        if table is None or _algo_kind(table) != "sft":
+        kind = None if table is None else _algo_kind(table)
+        if table is None or kind not in GIVEN_KINDS:
             return raw
         filled = dict(table)
-        for section, values in SFT_DEFAULTS.items():
+        for section, values in (SFT_DEFAULTS if kind == "sft" else PAIR_DEFAULTS).items():
             below = as_table(filled.get(section, {}))
             if below is not None:
                 filled[section] = {**values, **below}
@@ -262,7 +270,7 @@ class RunConfig(Section, frozen=True):
     @property
     def generates(self) -> bool:
         """Otherwise samples are demonstrations or recorded: no engine takes part, no weights travel."""
-        return self.algo.kind != "sft" and not self.data.is_recorded
+        return not self.algo.is_given and not self.data.is_recorded
 
     def conflicts(self) -> Iterator[Conflict]:
         """Conflicts between sections."""
@@ -280,19 +288,25 @@ def _algo_kind(table: Mapping[str, object]) -> object:
 def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What rows must have, and environments that have rows."""
     data, known = config.data, config.environments
-    is_sft, asked = config.algo.kind == "sft", ("eval.data", "eval.sets", "gateway.eval_requests", "memory.share")
+    kind, asked = config.algo.kind, ("eval.data", "eval.sets", "gateway.eval_requests", "memory.share")
+    is_given, is_sft = config.algo.is_given, kind == "sft"
     yield from clashes(
-        (is_sft and data.difficulty_low != data.difficulty_high, "data.difficulty_high",
-         'must be equal to data.difficulty_low: algo.kind = "sft" has no rewards to judge prompts by'),
-        (is_sft and data.is_recorded, "data.preset", 'is for groups with rewards, and algo.kind = "sft" has none'),
+        (is_given and data.difficulty_low != data.difficulty_high, "data.difficulty_high",
+         f'must be equal to data.difficulty_low: algo.kind = "{kind}" has no rewards to judge prompts by'),
+        (is_given and data.is_recorded, "data.preset",
+         f'is for groups with rewards, and algo.kind = "{kind}" has none'),
         *((not config.generates and Term.of(key).holds(config), key,
            "needs an engine that generates, and this run has none") for key in asked),
     )  # fmt: skip
     for name, part in data.parts().items():
         place = f"data.sources.{name}" if name else "data"
-        lacks_answer = is_sft and part.preset != "chat" and not part.answer_key
+        lacks_answer = is_sft and part.preset not in ("chat", "pairs") and not part.answer_key
         cause = 'algo.kind = "sft" needs demonstrations: name their column here, or use preset = "chat"'
-        yield from clashes((lacks_answer, f"{place}.answer_key", cause))
+        is_pairs, learns = part.preset == "pairs", config.algo.learns_pairs
+        yield from clashes(
+            (lacks_answer, f"{place}.answer_key", cause),
+            (is_pairs != learns, f"{place}.preset", f'must{" not" * is_pairs} be "pairs" for algo.kind = "{kind}"'),
+        )
     for name, one in config.eval.sets.items() if not data.apply_chat_template else ():
         yield from plain_conflicts(one, f"eval.sets.{name}.")
     for key, value in config.data_files():
@@ -308,12 +322,12 @@ def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    kind, rollout, named = config.algo.kind, config.rollout, [*config.named_rewards()]
-    is_single, yields_none = rollout.num_samples < 2, kind != "sft" and rollout.workflow in WORKFLOW_BUILTINS
+    kind, is_given, rollout, named = config.algo.kind, config.algo.is_given, config.rollout, [*config.named_rewards()]
+    is_single, yields_none = rollout.num_samples < 2, not is_given and rollout.workflow in WORKFLOW_BUILTINS
     yield from clashes(
-        (kind != "sft" and is_single and config.algo.needs_groups, "rollout.num_samples",
+        (not is_given and is_single and config.algo.needs_groups, "rollout.num_samples",
          f'must be at least 2: algo.kind = "{kind}" compares the samples of a group'),
-        (kind != "sft" and is_single and not config.algo.needs_groups and config.algo.group_filter == "zero_variance",
+        (not is_given and is_single and not config.algo.needs_groups and config.algo.group_filter == "zero_variance",
          "algo.group_filter", 'would leave out every group of one sample; use "none"'),
         (config.judge != JudgeSettings() and all(fn != "judge" for _, fn in named), "reward.fn",
          'must be "judge", or that of a set or one of several, for the table judge'),
@@ -446,7 +460,7 @@ def _group_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _sampling_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Seeds need servers that draw by them, and those cannot cut by min-p."""
     rollout, seeds = config.rollout, "sglang.enable_deterministic_inference"
-    if config.algo.kind == "sft" or config.roles.rollout.kind != "sglang":
+    if config.algo.is_given or config.roles.rollout.kind != "sglang":
         return
     draws_by_seed = config.sglang.get("enable_deterministic_inference") is True
     yield from clashes(

@@ -342,7 +342,7 @@ class MemorySettings(Section, frozen=True):
 
 # -- generation --------------------------------------------------------------------------------------------------------
 
-WORKFLOW_BUILTINS = ("single_turn", "demonstration")
+WORKFLOW_BUILTINS = ("single_turn", "demonstration", "preference")
 AGENT_WORKFLOW = "agent"
 ENVIRONMENT_WORKFLOW = "environment"
 WORKFLOW_NAMES = (*WORKFLOW_BUILTINS, AGENT_WORKFLOW, ENVIRONMENT_WORKFLOW)
@@ -399,9 +399,9 @@ class RolloutSettings(Section, frozen=True):
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
     workflow: Annotated[CodeName, named(*WORKFLOW_NAMES), Field(min_length=1)] = "single_turn"
-    """How a prompt becomes a sample: single_turn, demonstration (SFT, no engine), agent (a program or service that
-    talks to the policy by HTTP, see `[agent]`), environment (one of `[environments]`), or your own function or class,
-    `module:name` or `file.py:name`, which runs in worker processes."""
+    """How a prompt becomes a sample: single_turn, demonstration and preference (SFT, pairs: no engine), agent (a
+    program or service that talks to the policy by HTTP, see `[agent]`), environment (one of `[environments]`), or your
+    own function or class, `module:name` or `file.py:name`, which runs in worker processes."""
     workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1

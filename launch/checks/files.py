@@ -57,7 +57,7 @@ from ...actors.user_code.functions import (
     reward_expected,
 )
 from ...actors.workflows.demonstrated import demonstrate
-from ...actors.workflows.named import shown_turns
+from ...actors.workflows.named import PAIR, shown_turns
 from ...actors.workflows.turn_renderer import TurnRenderer, can_append
 from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RunConfig
@@ -250,12 +250,13 @@ def writer(run: CheckedRun) -> Write | None:
     tokenizer = run.once(read_tokenizer).tokenizer if run.of("rollout") else None
     if tokenizer is None:
         return None
-    renderer, is_learnt = TurnRenderer(tokenizer), run.config.algo.kind == "sft"
+    renderer, is_learnt = TurnRenderer(tokenizer), run.config.algo.is_given
 
     def write(prompt: Prompt) -> None:
         renderer.prompt(prompt)
         if is_learnt:
-            demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt), prompt.tools)
+            for key in PAIR if run.config.algo.learns_pairs else ("demonstration_turns",):
+                demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt, key), prompt.tools)
 
     return write
 

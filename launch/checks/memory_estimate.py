@@ -163,7 +163,7 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
     layout, is_megatron = trainer_layout(config), config.roles.trainer.kind == "megatron"
     parts = (_megatron_states if is_megatron else _torch_states)(config, model, world_size)
     tokens = config.trainer.max_tokens_per_microbatch
-    if config.algo.kind != "sft":  # one sample may be longer than the limit
+    if not config.algo.is_given:  # one sample may be longer than the limit
         tokens = max(tokens, longest_answer(config, model))
     num_passes, placed = num_micro_batches(config, model, world_size), config.megatron.model if is_megatron else {}
     counts = Counter(stages_of(model, layout, placed))

@@ -176,7 +176,7 @@ class Need(NamedTuple):
 
 def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
     """Beside myxa's own dependencies."""
-    generates = actor.role == "rollout" and config.algo.kind != "sft"
+    generates = actor.role == "rollout" and not config.algo.is_given
     turns = config.memory.share == "switch"
     if actor.role == "trainer" or (generates and actor.kind == "embedded"):
         yield Need("torch", f"which every {actor.role} needs")

@@ -59,7 +59,7 @@ def batch_plan(run: CheckedRun) -> dict[str, float | None]:
 def longest_answer(config: RunConfig, model: ModelConfig) -> int:
     """Tokens that a sample's model turns may have together."""
     context = config.engine.context_length or model.context_length
-    if config.algo.kind == "sft":
+    if config.algo.is_given:
         return context
     return min(context, config.rollout.max_new_tokens * config.rollout.max_turns)
 

@@ -74,7 +74,7 @@ def preloaded(
         return ()
     if program != DEFAULT_PROGRAM:
         return LIGHT
-    has_engines = config.algo.kind != "sft"
+    has_engines = not config.algo.is_given
     trainers = [actor for actor in forked if actor.role == "trainer"]
     engines = [actor for actor in forked if actor.role in ("rollout", "model") and actor.kind == "embedded"]
     # Importing megatron-core asks CUDA for devices where there are some, which no fork survives.

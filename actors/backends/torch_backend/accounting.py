@@ -335,7 +335,7 @@ COUNTS = ("num_tokens", "num_samples", "num_trained_samples", "num_computed_toke
 def skips_neutral(objective: AlgoConfig) -> bool:
     """Whether samples of advantage 0 may go: if the policy loss is all there is, A = 0 makes loss and gradient 0."""
     return (
-        objective.loss != "sft"
+        not objective.is_given
         and not needs_whitening(objective)
         and objective.kl_coef == 0
         and objective.entropy_coef == 0
@@ -414,6 +414,7 @@ def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor, pa
         proximal_T=own(rows.proximal_M),
         reference_T=own(rows.reference_M),
         entropy_T=chosen(entropy_M),
+        pair_S=rows.pair_S,
         weights_T=own(rows.weights_M),
     )
 
@@ -450,7 +451,7 @@ def tally_objective(
     tally.add("tokens", float(len(batch.logprobs_T)))
     for name, total in objective.sums.items():
         tally.add(f"mean/{RENAMED.get(name, name)}", total)
-    if config.loss == "sft":
+    if config.is_given:
         return
     drift_M = batch.behaviour_T - batch.logprobs_T.detach()
     tally.add("mean/approx_kl", drift_M.sum())

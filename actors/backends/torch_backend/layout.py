@@ -313,6 +313,8 @@ class MicroBatch(Generic[L]):
     """float32 [M]: factor of each token's loss; None: 1."""
     turn_rewards_M: Tensor | None = None
     """float32 [M]: what turns earned, at their last tokens."""
+    pair_S: Tensor | None = None
+    """int64 [S]: which group of these each member is of, from 0."""
     parts: Mapping[LossPart, Tensor] = field(default_factory=dict[LossPart, Tensor])
     """int64: which of the M tokens belong to each part of the loss; empty: all to "algo"."""
     proximal_M: Tensor | None = None
@@ -372,6 +374,7 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
         given_M=_rows(chosen, [(s.token_advantages, s.advantage) for s in chosen], device),
         weights_M=_rows(chosen, [(s.loss_weights, 1.0) for s in chosen], device),
         turn_rewards_M=_rows(chosen, [(s.token_rewards, 0.0) for s in chosen], device),
+        pair_S=from_array(np.unique([s.group_id for s in chosen], return_inverse=True)[1].astype(np.int64)).to(device),
         parts=_parts(chosen, counts, device),
     )
 

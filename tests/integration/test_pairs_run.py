@@ -1,0 +1,107 @@
+"""Learning from pairs of answers: the recipe as a user runs it, and rows as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from tests.data.opened import open_prompts
+from tests.harness.commands import run
+from tests.harness.run_job import metrics
+
+from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.config import load_config
+from myxa.core.errors import DataError, MyxaError
+
+pytestmark = pytest.mark.timeout(120)
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def recipe(folder: Path) -> Path:
+    shutil.copytree(RECIPES, folder, dirs_exist_ok=True)
+    make_tiny_model(folder / "model", preset="0p5m", seed=0)
+    return folder / "dpo.toml"
+
+
+def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> None:
+    file = recipe(tmp_path)
+    done = run("up", str(file), "--set", "data.max_passes=6", folder=tmp_path, timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").glob("dpo-*")
+    rows = [row["values"] for row in metrics(run_dir) if "train/loss" in row["values"]]
+    assert len(rows) == 12
+    assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is its own reference
+    assert rows[0]["train/margin"] == pytest.approx(0, abs=1e-5)
+    assert rows[-1]["train/loss"] < 0.3
+    assert rows[-1]["train/accuracy"] == 1.0
+    assert rows[-1]["train/rewards/chosen"] > rows[-1]["train/rewards/rejected"]
+    assert not any(name.startswith("reward/") for name in rows[-1])
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
+        trained = ledger.execute("select draw, num_samples from groups where step >= 0 order by draw").fetchall()
+    assert trained == [(draw, 2) for draw in range(48)]  # 8 rows, 6 passes
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 3 =", "chosen": "5", "rejected": "23"},
+        {"prompt": asked("2 + 3 ="), "chosen": said("5"), "rejected": said("23")},
+        {"chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
+        {"prompt": "2 + 3 =", "chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
+        {"chosen": "2 + 3 =5", "rejected": "2 + 3 =23"},
+    ],
+    ids=["texts", "messages", "no-prompt", "prompt-twice", "texts-without-prompt"],
+)
+def test_the_forms_of_a_pair_mean_the_same(tmp_path: Path, row: dict[str, object]) -> None:
+    file = recipe(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    prompt = open_prompts(load_config(file)).prompt(0)
+    assert [(one.role, one.content) for one in prompt.messages] == [("user", "2 + 3 =")]
+    assert [[one["content"] for one in prompt.metadata[name]] for name in ("chosen", "rejected")] == [["5"], ["23"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a", "chosen": "b"}, '"rejected" holds NoneType'),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
+        ({"chosen": "ab", "rejected": "abc"}, "beginning of the other"),
+        ({"chosen": asked("a") + said("b"), "rejected": asked("c") + said("d")}, "no prompt"),
+        ({"prompt": "a", "chosen": said("b"), "rejected": asked("d") + said("c")}, "does not begin with an assistant"),
+        ({"chosen": said("b"), "rejected": said("c")}, "no prompt"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: dict[str, object], says: str) -> None:
+    file = recipe(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=says) as caught:
+        open_prompts(load_config(file))
+    assert "pairs.jsonl" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("algo.loss=ppo", "algo.loss"),
+        ("algo.kl_coef=0.1", "algo.kl_coef"),
+        ("algo.label_smoothing=0.5", "algo.label_smoothing"),
+        ("rollout.num_samples=4", "rollout.num_samples"),
+        ("data.preset=chat", "data.preset"),
+    ],
+)
+def test_what_does_not_go_with_pairs_is_named(tmp_path: Path, change: str, says: str) -> None:
+    with pytest.raises(MyxaError, match=says):
+        load_config(recipe(tmp_path), [change])
