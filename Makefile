@@ -5,6 +5,7 @@
 #   make test-fast  the tests that start no run, in under two minutes
 #   make check   ruff, pyright, import-linter
 #   make docs    the documentation as a site in build/site, with the API from docstrings; no word of it from elsewhere
+#   make package  sdist and wheel in dist/, with twine's checks and hadolint's of the Dockerfile
 #   make soak    long runs with random kills
 #   make fuzz    200,000 broken frames and hostile peers against a living node (some minutes)
 #   make sglang-cpu  the engine contract on a real SGLang server, on the CPU (pinned, 1.5 GB, some minutes);
@@ -22,6 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-installed
 DOCS_STAMP := $(VENV)/.docs-installed
+RELEASE_STAMP := $(VENV)/.release-installed
 EXTRAS := cpu,math,megatron,parquet,tensorboard,dev
 DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -37,7 +39,7 @@ SGLANG_PINS := tests/engines/sglang_cpu/$(SGLANG).txt
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast check docs soak fuzz sglang-cpu clean setup
+.PHONY: demo test test-fast check docs package soak fuzz sglang-cpu clean setup
 .DELETE_ON_ERROR:
 
 # Bytecode is kept: each of its processes imports torch.
@@ -88,6 +90,13 @@ check: $(STAMP)
 docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo build/site/index.html
 
+# DL3008: images take the newest packages of their distribution.
+package: $(RELEASE_STAMP)
+	@rm -rf dist
+	@$(BIN)/uv build -q --no-build-isolation --python $(BIN)/python
+	@$(BIN)/twine --no-color check --strict dist/*.whl dist/*.tar.gz
+	@$(BIN)/hadolint --ignore DL3008 Dockerfile
+
 setup: $(STAMP)
 
 # uv takes a fifth of pip's time. It reads none of pip's configuration, so it gets the indexes that pip knows.
@@ -117,6 +126,10 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(call install,docs)
+	@touch $@
+
+$(RELEASE_STAMP): pyproject.toml constraints.txt
+	$(call install,release)
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -27,7 +27,14 @@ LEFT = re.compile(r"(^|/)(__pycache__|\.git|\.ns|\.(?!ci|github)[\w.-]+|build|di
 """Folders of a tree that are not part of it."""
 MADE = re.compile(r"PKG-INFO|setup\.cfg|myxa\.egg-info/.*")
 """Of an sdist, by setuptools."""
-NAMES = ("README.md", "CHANGELOG.md", "docs/tutorial.md", "examples/README.md", "tests/conftest.py")
+NAMES = (
+    "README.md",
+    "AGENTS.md",
+    "CONTRIBUTING.md",
+    ".github/ISSUE_TEMPLATE/bug.yml",
+    "docs/tutorial.md",
+    "Dockerfile",
+)
 
 
 def files_of_the_tree() -> set[str]:
