@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 REPORT_S = 1.0
 """Between two reports of an actor."""
+REPORT_SHARE, RAREST_S = 0.05, 10.0
+"""A report takes that share of an actor's time at most: to a monitor that has much to do all report less often, but
+every so many seconds."""
 
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
@@ -41,6 +44,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         bundle = buffer.drain()
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
             return True
+        has_more = bool(len(buffer))  # what comes while this is sent is for the next time
         try:
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer
                 await send(bundle)
@@ -55,21 +59,25 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             buffer.lost(bundle)
             _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
             return False
-        if not len(buffer):
+        if not has_more:
             return True
 
 
 async def report_forever(buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S) -> None:
     """Every so many seconds until cancelled, then once more: last words matter. Raises only CancelledError."""
     try:
+        pause_s, loop = every_s, asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(pause_s)
+            started_s = loop.time()
             await report_once(buffer, send)
+            pause_s = max(every_s, min(RAREST_S, (loop.time() - started_s) / REPORT_SHARE))
     finally:
         if buffer.meter is not None:
             buffer.meter.close_span()
         # Also to a monitor that was away: it may be back.
-        await report_once(buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s)
+        while await report_once(buffer, send, timeout_s=TIMEOUTS.monitor.last_words_s) and len(buffer):
+            pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ...algos.staleness import Admission
-from ...core.actor import ActorContext, PeerEvent
+from ...core.actor import MANY_PEERS, ActorContext, PeerEvent
 from ...core.changes import Changes
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import (
@@ -82,7 +82,7 @@ MAX_SAMPLES = 8192
 class Buffer(OwnsKnobs, DataContract, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
-    mailbox_size = 4096
+    mailbox_size = MANY_PEERS  # every rollout actor may have a draw here all the time
 
     def __init__(
         self,

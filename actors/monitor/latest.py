@@ -9,6 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 
 from ...core.activity import ACTIVITY_KINDS
+from ...core.actor import MANY_PEERS
 from ...core.messages import MetricPoint, Telemetry
 
 TIME_PREFIX = "time/"
@@ -17,7 +18,7 @@ LONGEST_WINDOW_S = 600.0
 
 _SPACING_S = 2.0
 """Between two points that are kept, but for the newest."""
-_MAX_SOURCES = 1024
+_MAX_SOURCES = MANY_PEERS
 _MAX_NAMES = 4096
 
 

@@ -60,9 +60,9 @@ def test_a_restarted_actor_does_not_go_backwards() -> None:
 def test_names_and_sources_are_capped() -> None:
     latest = Latest()
     put(latest, "a", 0, 0.0, {f"m/{index}": 1.0 for index in range(10_000)})
-    for index in range(3000):
+    for index in range(20_000):
         put(latest, f"actor/{index}", 0, 0.0, {"x": 1.0})
     view = latest.snapshot(0.0)
     assert len(view["a"]) == 4096
-    assert len(view) < 1100
-    assert view["monitor"]["refused"] == 10_000 - 4096 + 3000 - 1023
+    assert len(view) < 16_500
+    assert view["monitor"]["refused"] == 10_000 - 4096 + 20_000 - 16_383

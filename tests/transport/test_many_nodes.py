@@ -9,8 +9,13 @@ from typing import Any
 from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Sim, run
 
+from myxa.actors.telemetry import report_forever
+from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.changes import LOOK_S, Changes
+from myxa.core.clock import SystemClock
+from myxa.core.messages import Telemetry
+from myxa.transport.node import Node
 
 
 class Light(Actor):
@@ -40,6 +45,48 @@ async def messages_of_a_join(num_nodes: int, seed: int) -> float:
 def test_a_join_takes_as_many_messages_with_64_nodes_as_with_16() -> None:
     few, many = (run(lambda seed, num=num: messages_of_a_join(num, seed), 7) for num in (16, 64))
     assert many < 1.6 * few, f"seed 7: {few:.0f} and {many:.0f} messages a node"
+
+
+async def test_a_node_joins_while_more_than_a_thousand_wait_for_news() -> None:
+    host = await Node.attach(name="launcher/0")
+    others = [await Node.attach(name=f"n{index}", rdzv=host.rendezvous) for index in range(3)]
+    try:
+        version = await others[0].registry.announce(others[0].name, others[0].epoch, (), {})
+        async with asyncio.timeout(20):
+            while host._mirror.directory.version != version:
+                await asyncio.sleep(0.01)
+        asked = [asyncio.create_task(node.registry.updates(version)) for node in others for _ in range(500)]
+        async with asyncio.timeout(20):
+            while host.num_waiting() < len(asked):
+                await asyncio.sleep(0.01)
+        others.append(await Node.attach(name="late", rdzv=host.rendezvous, timeout_s=20))
+        found = await asyncio.gather(*asked)
+        assert all(updates[-1].nodes[0].name == "late" for updates in found)
+    finally:
+        for node in (*others, host):
+            await node.close(grace_s=1.0)
+
+
+async def test_actors_report_less_often_to_a_monitor_that_has_much_to_do() -> None:
+    num_actors, each_s, turn, num_taken = 16, 0.02, asyncio.Lock(), 0
+
+    async def slow(bundle: Telemetry) -> None:
+        nonlocal num_taken
+        num_taken += 1
+        async with turn:
+            await asyncio.sleep(each_s)
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        buffers = [TelemetryBuffer(f"rollout/{index}", SystemClock()) for index in range(num_actors)]
+        tasks = [group.create_task(report_forever(buffer, slow, 0.01)) for buffer in buffers]
+        for _ in range(100):
+            for buffer in buffers:
+                buffer.event("beat", "")
+            await asyncio.sleep(0.01)
+        num_in_time = num_taken
+        for task in tasks:
+            task.cancel()
+    assert num_actors <= num_in_time <= 2 * num_actors, num_in_time
 
 
 async def test_looks_are_bounded_however_often_something_changes_and_the_last_change_is_seen() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from ...core.actor import Actor
+from ...core.actor import MANY_PEERS, Actor
 from ...core.changes import Changes
 from ...core.errors import NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
@@ -151,6 +151,9 @@ def _departure(node: NodeRecord, reason: str) -> EndedNode:
 
 class RegistryActor(RegistryContract):
     """The registry of one system."""
+
+    mailbox_size = MANY_PEERS
+    """Every process has a question for updates here all the time."""
 
     def __init__(self, guard: PeerGuard | None = None) -> None:
         self.state = RegistryState()
