@@ -583,7 +583,8 @@ class MegatronSettings(Section, frozen=True):
     """Factor of the loss of the layer that predicts the token after the next (MTP: GLM-4.5, DeepSeek-V3), by which
     SGLang guesses tokens (NEXTN), e.g. 0.2; it is then trained, exported and sent. 0: left out."""
     mtp_reaches_trunk: bool = False
-    """Whether that loss also trains the rest of the model; otherwise the MTP layer alone."""
+    """Whether that loss also trains the rest of the model; otherwise the MTP layer alone. `optimizer.max_grad_norm` is
+    of the gradients of both together, as megatron-core has it."""
     model: Table = {}
     """Further fields of megatron-core's TransformerConfig by their own names."""
     ddp: Table = {}
