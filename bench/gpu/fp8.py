@@ -11,22 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from figures import Report, parser, work_folder
 from make_model import make_learner
-from reverse_task import write_data
 from run_figures import read_run, tell_run
 from servers import FP8_SERVER, Server, ServerDiedError, running
 from trial_runs import (
     AS_LAUNCHED,
     RunFailedError,
-    Stopwatch,
-    add_choices,
-    add_learner,
     attach_override,
-    chosen,
+    begun,
     imitated,
+    learner_parser,
     overrides,
-    stage,
     up,
 )
 
@@ -36,18 +31,10 @@ REWARD = 0.85
 
 
 def main() -> None:
-    args = parser(__doc__)
-    add_choices(args)
-    add_learner(args)
+    args = learner_parser(__doc__)
     args.add_argument("--limit", type=float, default=200.0, help="seconds that the second run may take")
-    options = args.parse_args()
-    choice = chosen(options)
-    report = Report("fp8", is_dry=choice.is_cpu)
-    work = work_folder() / "fp8"
-    stage(work, "learn_sft.toml", "learn_colocated.toml")
-    watch = Stopwatch(report)
+    options, choice, report, work, watch = begun("fp8", args)
     config = make_learner(work / "model", options.shape, seed=options.seed)
-    write_data(work / "data", options.seed, num_demonstrations=39_000, num_prompts=40_000, num_heldout=256)
     done = quantise_folder(work / "model", work / "served")
     report.say(f"- model of {config.num_parameters:,} parameters, {done['num_tensors']} tensors with its scales")
     served = work / ("model" if choice.is_cpu else "served")

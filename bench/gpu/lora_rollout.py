@@ -20,24 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figures import Report, parser, work_folder
+from figures import Report
 from fp8_speed import generated
 from make_model import make_apart, make_learner
-from reverse_task import write_data
 from run_figures import read_run, tell_run
 from servers import Server, ServerDiedError, running
 from trial_runs import (
     AS_LAUNCHED,
     Choice,
     RunFailedError,
-    Stopwatch,
-    add_choices,
-    add_learner,
     attach_override,
-    chosen,
+    begun,
     imitated,
+    learner_parser,
     overrides,
-    stage,
     up,
 )
 
@@ -126,18 +122,9 @@ def speed(
 
 
 def main() -> None:
-    args = parser(__doc__)
-    add_choices(args)
-    add_learner(args)
-    options = args.parse_args()
-    choice = chosen(options)
-    report = Report("lora_rollout", is_dry=choice.is_cpu)
-    work = work_folder() / "lora_rollout"
-    stage(work, "learn_sft.toml", "learn_colocated.toml")
-    watch = Stopwatch(report)
+    options, choice, report, work, watch = begun("lora_rollout", learner_parser(__doc__))
     small = make_learner(work / "model", options.shape, seed=options.seed)
     large = make_apart(work / "large", "dry" if choice.is_cpu else "0.6b", options.device)
-    write_data(work / "data", options.seed, num_demonstrations=39_000, num_prompts=40_000, num_heldout=256)
     kinds = {"merged": ("model", ()), "plain": ("large", ()), "holding": ("large", holds_adapters(large)),
              "adapter": ("sft/export", holds_adapters(small))}  # fmt: skip
     seed, rewards, failures = f"run.seed={options.seed}", dict[str, float](), list[str]()

@@ -21,23 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-from figures import Report, number, parser, work_folder
+from figures import Report, number
 from make_model import make_apart, make_learner, random_weights
-from reverse_task import write_data
 from run_figures import lines, read_run
 from servers import Server, ServerDiedError, running
 from trial_runs import (
     AS_LAUNCHED,
     Choice,
     RunFailedError,
-    Stopwatch,
-    add_choices,
-    add_learner,
     attach_override,
-    chosen,
+    begun,
     imitated,
+    learner_parser,
     overrides,
-    stage,
     up,
 )
 
@@ -182,23 +178,15 @@ def shape_rows(report: Report, name: str, server: Server, vocab_size: int) -> li
 
 
 def main() -> None:
-    args = parser(__doc__)
-    add_choices(args)
-    add_learner(args)
+    args = learner_parser(__doc__)
     args.set_defaults(backend="megatron", sft_steps=250)
-    options = args.parse_args()
-    choice = chosen(options)
-    report = Report("speculative", is_dry=choice.is_cpu)
-    work = work_folder() / "speculative"
-    stage(work, "learn_sft.toml", "learn_colocated.toml")
-    watch = Stopwatch(report)
+    options, choice, report, work, watch = begun("speculative", args)
     shape = make_apart(work / "shape", "dry" if choice.is_cpu else "0.6b", options.device)
     if choice.is_cpu:
         choice = replace(choice, backend="torch")
         make_learner(work / "model", "0p5m", seed=options.seed)
     else:
         make_toy(work / "model", options.seed)
-    write_data(work / "data", options.seed, num_demonstrations=39_000, num_prompts=40_000, num_heldout=256)
     prompts = task_prompts(work / "model", work / "data/heldout.jsonl")
 
     def shape_server(name: str, extra: tuple[str, ...]) -> Server:

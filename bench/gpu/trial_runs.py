@@ -12,8 +12,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from figures import Report
+from figures import Report, parser, work_folder
 from make_model import SHAPES
+from reverse_task import write_data
 from run_figures import lines, newest_run
 from run_looks import ends_of_logs, look, stands_still
 from servers import START_S, Server, running
@@ -223,6 +224,24 @@ def facts_of(run_dir: Path) -> str:
         if event["kind"] == "trainer-ready":
             return ", ".join(f"{key} {value}" for key, value in event["data"].items())
     return "the trainer never was ready"
+
+
+def learner_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Of a part that learns the task from nothing."""
+    args = parser(doc)
+    add_choices(args)
+    add_learner(args)
+    return args
+
+
+def begun(name: str, args: argparse.ArgumentParser) -> tuple[argparse.Namespace, Choice, Report, Path, Stopwatch]:
+    """Such a part: what was chosen, and its folder with run files and data of the task."""
+    options = args.parse_args()
+    choice = chosen(options)
+    report, work = Report(name, is_dry=choice.is_cpu), work_folder() / name
+    stage(work, "learn_sft.toml", "learn_colocated.toml")
+    write_data(work / "data", options.seed, num_demonstrations=39_000, num_prompts=40_000, num_heldout=256)
+    return options, choice, report, work, Stopwatch(report)
 
 
 class Stopwatch:
