@@ -94,7 +94,11 @@ def make_shards(
     if is_served:
         algo = algo.model_copy(update={"ref_urls": ("http://teacher:1",)})
     options = StepPlanOptions(algo, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches)
-    return plan_step(seed, make_groups(seed, **groups), options)
+    if kind != "dpo":
+        return plan_step(seed, make_groups(seed, **groups), options)
+    pairs = make_groups(seed, num_samples=2, with_tools=False, **groups)
+    right = np.asarray([1, 0], np.float32)
+    return plan_step(seed, [msgspec.structs.replace(pair, rewards=right) for pair in pairs], options)
 
 
 def make_backend(

@@ -54,6 +54,7 @@ ADAPTED = {"kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.
 LORA = {"rank": 4, "alpha": 8}
 QV = {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]}
 LATENT = {**LORA, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}
+PAIRS = {"kind": "dpo", "batch_size": 6, "minibatches": 2, "epochs": 2}
 MANY = {"kind": "grpo", "batch_size": 6, "minibatches": 3}
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2}
 SEEDS = (11, 12)
@@ -139,6 +140,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         },
         {"name": "lora-dp2-cp2", "megatron": {"cp": 2}, "algo": ADAPTED, "lora": LORA, "load": "lora-tp2-pp2"},
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
+        {"name": "pairs-cp2-tp2", "megatron": {"cp": 2, "tp": 2}, "algo": PAIRS, "has_reference": True},
+        {"name": "pairs-dp2-pp2", "megatron": {"pp": 2}, "algo": PAIRS, "has_reference": True},
     ],
 }
 if HAS_MUON:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
+import signal
 import sqlite3
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.data.opened import open_prompts
-from tests.harness.commands import run
-from tests.harness.run_job import metrics
+from tests.harness.commands import Command, run
+from tests.harness.run_job import metrics, worker_pids
+from tests.harness.waiting import wait_until
 
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import load_config
@@ -36,6 +40,11 @@ def recipe(folder: Path) -> Path:
     return folder / "dpo.toml"
 
 
+def num_steps(folder: Path) -> int:
+    found = list((folder / "runs").glob("dpo-*/metrics.jsonl"))
+    return len({row["step"] for path in found for row in metrics(path.parent) if "train/loss" in row["values"]})
+
+
 def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> None:
     file = recipe(tmp_path)
     done = run("up", str(file), "--set", "data.max_passes=6", folder=tmp_path, timeout_s=100)
@@ -52,6 +61,22 @@ def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> N
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
         trained = ledger.execute("select draw, num_samples from groups where step >= 0 order by draw").fetchall()
     assert trained == [(draw, 2) for draw in range(48)]  # 8 rows, 6 passes
+
+
+def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(tmp_path: Path) -> None:
+    file = recipe(tmp_path)
+    more = ("data.max_passes=20", "run.num_steps=40", "trainer.checkpoint_every=3")
+    with Command(["up", str(file), *(part for one in more for part in ("--set", one))], tmp_path) as process:
+        for name, after in (("trainer/0", 5), ("rollout/0", 12)):
+            wait_until(lambda after=after: num_steps(tmp_path) > after, f"step {after}")
+            os.kill(worker_pids(process.pid, name)[0], signal.SIGKILL)
+        said, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, said
+    (run_dir,) = (tmp_path / "runs").glob("dpo-*")
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
+        trained = ledger.execute("select draw, step from groups where step >= 0").fetchall()
+    assert sorted(draw for draw, _ in trained) == list(range(160)), "20 passes over 8 rows, in the last lineage"
+    assert Counter(step for _, step in trained) == dict.fromkeys(range(40), 4)
 
 
 @pytest.mark.parametrize(
