@@ -23,7 +23,7 @@ from myxa.core.config import load_config
 from myxa.core.errors import DataError, MyxaError
 
 pytestmark = pytest.mark.timeout(120)
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+RECIPES = Path(__file__).parents[2] / "examples" / "pairs"
 
 
 def asked(text: str) -> list[dict[str, str]]:
