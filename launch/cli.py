@@ -54,7 +54,7 @@ def script(parser: Parser, shell: str) -> str:
 COMPLETION = Command("completion", "commands and flags for bash or zsh to complete", _completion, _add)
 
 COMMANDS = (
-    run_life.UP, run_life.LAUNCH, run_life.DEMO,
+    run_life.UP, run_life.LAUNCH, run_life.DEMO, run_life.INIT,
     offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.RENDER, offline.ENGINE,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,

@@ -1,4 +1,4 @@
-"""Start, end and change of runs: `up`, `launch`, `demo`, `resume`, `fork`, `pause`, `step`, `ckpt`, `eval`, `down`."""
+"""Start, end and change of runs: `up`, `launch`, `demo`, `init`, `resume`, `fork`, `pause`, `step` and others."""
 
 from __future__ import annotations
 
@@ -170,6 +170,17 @@ def _demo(options: argparse.Namespace) -> int:
             is_quiet=options.quiet,
         )
     )
+
+
+def _add_init(parser: Parser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER", help="(%(default)s)")
+    parser.add_argument("--model", default="", metavar="FOLDER", help="model to train (a small one is made)")
+
+
+def _init(options: argparse.Namespace) -> int:
+    from ..demo.run import begin_task
+
+    return begin_task(options.folder, options.model)
 
 
 FIRST_OF_SIGNALS = 128
@@ -356,6 +367,10 @@ LAUNCH = Command(
     "Slurm's variables.",
 )  # fmt: skip
 DEMO = Command("demo", "train a small model from nothing, in minutes, on the CPU", _demo, _add_demo)
+INIT = Command(
+    "init", "write a task of your own: reward, rows, run file", _init, _add_init,
+    "Write a small task that learns at once, to be changed: my_task.py with reward and rows, run.toml, a model.",
+)  # fmt: skip
 RESUME = replace(
     verb_command(
         verbs.RESUME, str, add=_add_resume, run=_resume,

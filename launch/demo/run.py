@@ -1,4 +1,5 @@
 """`myxa demo`: from random weights to a model that sorts digits, on a laptop, by the code that runs on clusters.
+`myxa init`: a task of one's own, which begins with the demo's model.
 
 Two ordinary runs, one after the other (`sft.toml`, `rl.toml` beside this file): a short imitation of mostly wrong
 demonstrations, then asynchronous GRPO. A demonstration is right with probability `p_right`, else a typical slip, so
@@ -7,7 +8,11 @@ that every group of samples has spread.
 
 from __future__ import annotations
 
+import json
 import random
+import runpy
+import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +22,7 @@ from pathlib import Path
 import orjson
 
 from ...core.config import RunConfig, load_config
+from ...core.errors import ConfigError
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
 
@@ -88,7 +94,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 _NEXT_STEPS = (
     "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
-    "docs/tutorial.md                                         your dataset, your reward, your run file",
+    "myxa init my-task                                        your dataset, your reward, your run file",
 )
 
 
@@ -124,6 +130,40 @@ def warm_up(options: DemoOptions) -> RunEnd:
         link.unlink(missing_ok=True)
         link.symlink_to(result.run_dir.name)
     return result
+
+
+TASK_FILES = {"my_task.py": "my_task.py.txt", "run.toml": "my_task.toml"}
+"""File -> its template."""
+MADE = ("model", "train.jsonl", "heldout.jsonl")
+"""What `begin_task` makes beside them."""
+
+
+def begin_task(folder: Path, model: str = "") -> int:
+    """Write a small task that learns at once, to be changed: reward, rows and run file. `model`: folder of the model to
+    train; empty: the demo's warm one is made. Returns the exit status. Raises ConfigError where a file is there already
+    or the model is not."""
+    if there := [name for name in (*TASK_FILES, *MADE) if (folder / name).exists()]:
+        raise ConfigError(f"{folder / there[0]} is there already", remedy="name a folder without these files")
+    if model and not Path(model, "config.json").is_file():
+        raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy="name a model's folder")
+    if not model:
+        made = DemoOptions(folder / "warm-up", is_quiet=True)
+        print("making a small model, for about 20 s ...", flush=True)
+        if (code := warm_up(made).exit_code) or not (made.folder / "sft").exists():
+            return code or 1
+        (made.folder / "sft").resolve().joinpath("export").rename(folder / "model")
+        shutil.rmtree(made.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, template in TASK_FILES.items():
+        text = (files("myxa.launch") / "templates" / template).read_text()
+        shown = json.dumps(str(Path(model).absolute()), ensure_ascii=False) if model else '"model"'
+        (folder / name).write_text(text.replace('path = "model"', f"path = {shown}", 1))
+    runpy.run_path(str(folder / "my_task.py"), run_name="__main__")  # writes the rows
+    print(
+        f"{folder} has my_task.py (reward, rows; `python my_task.py` writes the rows again) and run.toml; next:\n\n"
+        f"  cd {shlex.quote(str(folder))}\n  myxa plan run.toml\n  myxa up run.toml"
+    )
+    return 0
 
 
 def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> RunEnd:

@@ -33,9 +33,9 @@ ELSEWHERE = {
     "git clone ... && cd myxa": ".ci/run, which begins in a fresh clone",
     ". .venv/bin/activate": "every test: they run in it",
     "mkdir gsm8k && cd gsm8k": "the test's folder",
-    'mkdir my-task && cp -r "$(ls -d runs/demo-*/sft/export | tail -n 1)" my-task/model && cd my-task': "a demo's end",
+    "myxa init my-task && cd my-task": "tests/integration/test_init.py",
 }
-"""Command -> where it is run. The last one takes the demo's model, for which the test has one with random weights."""
+"""Command -> where it is run."""
 pytestmark = pytest.mark.timeout(180)
 
 
