@@ -43,6 +43,7 @@ from torch import Tensor
 
 from ..core.config.learning import TOKEN_REWARD_KINDS, AlgoConfig, resolve_correction
 from ..core.errors import TrainError
+from ..core.samples import PAIR
 from . import losses, ratios
 from .ratios import MAX_EXPONENT, Segments, TokenWeights, kl_terms
 
@@ -59,11 +60,6 @@ def needs_proximal(config: AlgoConfig) -> bool:
 def needs_whitening(config: AlgoConfig) -> bool:
     """Whether token advantages are whitened over the whole batch."""
     return config.whiten and config.kind in TOKEN_REWARD_KINDS
-
-
-def needs_reference(config: AlgoConfig) -> bool:
-    """Whether a reference model must score the batch: for a KL term, wherever it goes, or to compare pairs."""
-    return config.uses_reference
 
 
 def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoConfig:
@@ -96,7 +92,7 @@ class TokenBatch:
     proximal_T: Tensor | None = None
     """float [T]: log-probs under the weights at the start of the step; see `needs_proximal`."""
     reference_T: Tensor | None = None
-    """float [T]: log-probs under the reference model; see `needs_reference`."""
+    """float [T]: log-probs under the reference model; see `AlgoConfig.uses_reference`."""
     entropy_T: Tensor | None = None
     """float [T]: entropy of the live distribution, with gradient if `entropy_coef` is not 0."""
     pair_S: Tensor | None = None
@@ -170,7 +166,7 @@ def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser
     """The same for pairs of samples, which must be whole here: the mean over pairs. Raises TrainError for half ones."""
     segments, pair_S = batch.segments, batch.pair_S
     live_T = _wide(batch.logprobs_T)
-    if pair_S is None or (needs_reference(config) and batch.reference_T is None):
+    if pair_S is None or (config.uses_reference and batch.reference_T is None):
         raise TrainError("the micro-batch has no pairs, or no reference log-probs", remedy="a bug: score it before")
     one_S = segments.sum_S(torch.ones_like(live_T))
     better_S = segments.sum_S(_wide(batch.advantages_T)) > 0
@@ -197,7 +193,7 @@ def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser
     share = 1 / max(normaliser.samples / 2, 1.0)
     margin_P = terms.rewards_P2[:, 0] - terms.rewards_P2[:, 1]
     means = {"accuracy": (margin_P > 0).to(live_T.dtype), "margin": margin_P}
-    for k, name in enumerate(("chosen", "rejected")):
+    for k, name in enumerate(PAIR):
         means |= {f"rewards/{name}": terms.rewards_P2[:, k], f"logps/{name}": live_P2[:, k].detach()}
     loss = terms.loss_P.sum() * share
     return Objective(
@@ -262,7 +258,7 @@ def _view(batch: TokenBatch, config: AlgoConfig) -> LossTokens:
     live_T = _wide(batch.logprobs_T)
     needed = (
         ("proximal log-probs", batch.proximal_T, config.updates_per_step > 1 and needs_proximal(config)),
-        ("reference log-probs", batch.reference_T, needs_reference(config) and config.kl_in == "loss"),
+        ("reference log-probs", batch.reference_T, config.uses_reference and config.kl_in == "loss"),
         ("entropy", batch.entropy_T, config.entropy_coef != 0),
     )
     for name, tensor, is_needed in needed:  # without it the term would be left out, or the clip be dead

@@ -22,8 +22,7 @@ A = TypeVar("A")
 
 
 MANY_PEERS = 16384
-"""As many processes as one may have connections to (`MAX_SOCKETS` of `transport/zeromq.py`): bounds of what each of a
-run's processes has one of."""
+"""As many processes as one may have connections to: bounds of what each of a run's processes has one of."""
 
 FAILED, CLOSED = "it failed", "it was closed"
 """How a reason begins that a process gave itself when one of its actors, or all of them, ended."""

@@ -33,6 +33,10 @@ NO_VERSION = -1
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thinking; the first is the one that templates read."""
+DEMONSTRATION, DEMONSTRATION_TURNS = "demonstration", "demonstration_turns"
+"""In the metadata of a prompt: its demonstration, as a text or as messages."""
+PAIR = ("chosen", "rejected")
+"""Columns of a pair of answers, and their places in the metadata; by the number of the sample in its group."""
 LOSS_KEYS = ("train", "weight", "loss_mask", "step_loss_mask", "loss")
 """Names that data sets have for whether a message is learnt: 1 or true, 0 or false."""
 

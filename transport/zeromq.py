@@ -21,6 +21,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
+from ..core.actor import MANY_PEERS
 from ..core.errors import LaunchError
 from ..core.timeouts import TIMEOUTS
 from .descriptors import check_room
@@ -30,7 +31,6 @@ from .session.guard import PeerGuard
 from .wire import InboundSink, Lane
 
 ZAP_DOMAIN = b"myxa"
-MAX_SOCKETS = 16384
 _SLACK_BYTES = 64 * 1024
 
 Socket = zmq.Socket[bytes]
@@ -53,7 +53,7 @@ def make_context() -> zmq.Context[Socket]:
         raise LaunchError(f"libzmq {zmq.zmq_version()} is too old", remedy="install pyzmq >= 26 from a wheel")
     check_room("ZeroMQ")
     context: zmq.Context[Socket] = zmq.Context(io_threads=2)
-    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    context.set(zmq.MAX_SOCKETS, MANY_PEERS)
     return context
 
 
@@ -96,7 +96,7 @@ def _new_socket(context: zmq.Context[Socket], kind: int, what: str) -> Socket:
         return context.socket(kind)
     except zmq.ZMQError as error:
         raise LaunchError(
-            f"no socket for {what}: {error}", remedy=f"a process has {MAX_SOCKETS} at most; does it know so many peers?"
+            f"no socket for {what}: {error}", remedy=f"a process has {MANY_PEERS} at most; does it know so many peers?"
         ) from error
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...algos.objective import Normaliser, needs_proximal, needs_reference, needs_whitening
+from ...algos.objective import Normaliser, needs_proximal, needs_whitening
 from ...core.clock import Clock
 from ...core.config.learning import AlgoConfig
 from ...core.errors import MyxaError, TrainError
@@ -51,7 +51,7 @@ from .torch_backend.accounting import (
     with_knobs,
 )
 from .torch_backend.critic import Critic, take_metrics
-from .torch_backend.layout import MicroBatch, served_reference
+from .torch_backend.layout import MicroBatch, group_numbers, served_reference
 from .torch_backend.tensors import floats
 from .vocab_scores import TokenScores
 
@@ -104,7 +104,7 @@ class Stepper:
         layouts = [micro.layout for micro in micros]
         step.mean_weights = [1.0] * len(minibatches)  # ranks that do not score have no use for another
         starts = policy.score_start(layouts) if _needs_start(objective) else []
-        reference = self.reference if needs_reference(objective) else None
+        reference = self.reference if objective.uses_reference else None
         references: list[Any] = reference.model.score(layouts) if reference else []
         if not policy.is_scoring:
             return
@@ -114,8 +114,10 @@ class Stepper:
                 micro.proximal_M = start_M
             if references:
                 micro.reference_M = references[number].logprobs_M
-            elif needs_reference(objective):
+            elif objective.uses_reference:
                 micro.reference_M = served_reference(micro.layout, step.shard.samples, device)
+            if objective.learns_pairs:
+                micro.pair_S = group_numbers(micro.layout, step.shard.samples, device)
             if critic is not None:
                 micro.values_M = critic.values(micro.layout)
             fill_advantages(micro, step.settings.algo, objective, start_M)

@@ -16,7 +16,7 @@ import orjson
 
 from ...core.config import RewardSettings
 from ...core.config.data import DataSettings
-from ...core.samples import LOSS_KEYS, Message, Prompt
+from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, LOSS_KEYS, PAIR, Message, Prompt
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .row_file import Columns, NotJson, RowError, exact_json
@@ -66,10 +66,6 @@ NOT_ASKED = ("assistant", "system", "developer")
 """Roles that ask nothing."""
 CONVERSATIONS = "conversations"
 """The column of ShareGPT's rows."""
-DEMONSTRATION = "demonstration"
-DEMONSTRATION_TURNS = "demonstration_turns"
-PAIR = ("chosen", "rejected")
-"""Columns of a pair of answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import ConfigError, DataError
-from ...core.samples import Message, Prompt, Sample
+from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, PAIR, Message, Prompt, Sample
 from ..user_code.functions import WORKFLOW, load_function
 from .episode import Workflow, WorkflowContext
 
@@ -36,17 +36,13 @@ async def replay_demonstration(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     return ctx.episode.demonstration(shown_turns(prompt))
 
 
-PAIR = ("chosen", "rejected")
-"""The answers of a pair in the metadata, by the number of the sample in its group."""
-
-
 async def replay_pair(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     """One answer of a pair as a sample, with reward 1 if it is the better one, else 0."""
     sample = ctx.episode.demonstration(shown_turns(prompt, PAIR[ctx.index]))
     return msgspec.structs.replace(sample, loss="algo", reward=float(ctx.index == 0))
 
 
-def shown_turns(prompt: Prompt, key: str = "demonstration_turns") -> list[Message]:
+def shown_turns(prompt: Prompt, key: str = DEMONSTRATION_TURNS) -> list[Message]:
     """The turns of the row's demonstration, or of one answer of its pair. Raises DataError."""
     metadata: dict[str, Any] = prompt.metadata
     if key in metadata:
@@ -63,7 +59,7 @@ def shown_turns(prompt: Prompt, key: str = "demonstration_turns") -> list[Messag
                 remedy="put the messages before it into the prompt",
             )
         return turns
-    answer = metadata.get("demonstration")
+    answer = metadata.get(DEMONSTRATION)
     if not isinstance(answer, str):
         raise DataError(
             f"row {prompt.row} of {prompt.source} has no demonstration",

@@ -113,7 +113,6 @@ class Timeline:
         self._open: dict[int, RolloutSpan] = {}
         self._stacks: dict[int, list[RolloutSpan]] = {}
         """Of each sample what is open, the newest last; the sample that began or ended something last is last."""
-        self._num_agents = 0
         self._turns: dict[int, int] = {}
         self._numbers = itertools.count(-1, -1)
         self._doing: RolloutSpan | None = None
@@ -200,12 +199,10 @@ class Timeline:
         if stack:
             at_s = max(at_s, stack[-1].began_s)
             self._cut(stack[-1], at_s)
-        if kind == "engine" and self._num_agents:
+        if kind == "engine":
             self._hold_agents(at_s, is_end=False)
         if (replaced := self._open.pop(number, None)) is not None:
             self._stacks[replaced.branch].remove(replaced)
-            self._num_agents -= replaced.kind == "agent"
-        self._num_agents += kind == "agent"
         self._open[number] = one = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
         stack.append(one)
         self._changed()
@@ -220,8 +217,7 @@ class Timeline:
             if len(stack) > 1:  # which continues
                 stack[-2].began_s, stack[-2].turn = at_s, self._turns.get(one.branch, 0)
         stack.remove(one)
-        self._num_agents -= one.kind == "agent"
-        if one.is_at_engine and self._num_agents:
+        if one.is_at_engine:
             self._hold_agents(at_s, is_end=True)
         self._changed()
 

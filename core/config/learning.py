@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
@@ -59,6 +59,7 @@ COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cis
 """Algorithms that compare the samples of a group: it needs two at least."""
 PAIR_KINDS: tuple[AlgoKind, ...] = ("dpo",)
 """Algorithms that learn which of two answers is better."""
+PAIRS, PAIR_LOSSES = ",".join(PAIR_KINDS), ",".join(get_args(PairLoss))
 GIVEN_KINDS: tuple[AlgoKind, ...] = ("sft", *PAIR_KINDS)
 """Algorithms whose answers are in the rows: no engine takes part."""
 REFERENCE_LOSSES: tuple[LossName, ...] = ("dpo", "ipo", "hinge")
@@ -291,7 +292,8 @@ class AlgoConfig(Section, frozen=True):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether samples must be scored by a reference model, here or served."""
+        """Whether a reference model must score samples, here or served: for a KL term, wherever it goes, or to compare
+        pairs."""
         return self.kl_coef > 0 or self.policy_loss in REFERENCE_LOSSES
 
     @property
@@ -332,16 +334,16 @@ class AlgoConfig(Section, frozen=True):
         'kl_in=advantage needs kind!=sft: it has no advantages; use "loss"',
         'loss=sft needs kind=sft: use "auto"',
         'loss!=auto,sft needs kind!=sft: use "auto"',
-        "loss=dpo,ipo,hinge,simpo,orpo needs kind=dpo: it compares pairs",
-        "loss=auto,dpo,ipo,hinge,simpo,orpo for kind=dpo",
-        "beta needs kind=dpo",
+        f"loss={PAIR_LOSSES} needs kind={PAIRS}: it compares pairs",
+        f"loss=auto,{PAIR_LOSSES} for kind={PAIRS}",
+        f"beta needs kind={PAIRS}",
         "simpo_margin needs loss=simpo",
         "ref_path ref_urls ref_update_every needs loss!=simpo,orpo: they compare with no reference model",
-        f"kl_coef entropy_coef needs kind!={','.join(PAIR_KINDS)}: a pair's loss has no such term",
-        f"loss_fn weight_fn opsm_delta needs kind!={','.join(PAIR_KINDS)}: they are for losses per token",
-        f"correction needs kind!={','.join(PAIR_KINDS)}: no engine sampled the answers",
-        f"reward_post_process advantage_fn needs kind!={','.join(PAIR_KINDS)}: pairs have no rewards",
-        f"sample_filter needs kind!={','.join(PAIR_KINDS)}: half a pair teaches nothing",
+        f"kl_coef entropy_coef needs kind!={PAIRS}: a pair's loss has no such term",
+        f"loss_fn weight_fn opsm_delta needs kind!={PAIRS}: they are for losses per token",
+        f"correction needs kind!={PAIRS}: no engine sampled the answers",
+        f"reward_post_process advantage_fn needs kind!={PAIRS}: pairs have no rewards",
+        f"sample_filter needs kind!={PAIRS}: half a pair teaches nothing",
         "loss=auto for loss_fn",
         "loss=dppo_tv,dppo_kl needs correction=auto,behaviour: its trust region is around the sampling policy",
         f"normalise needs kind={','.join(NORMALISED_KINDS)}",

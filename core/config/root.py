@@ -16,7 +16,7 @@ from ..suggestion import nearest
 from .data import DataSettings, EvalSettings, JudgeSettings, RewardSettings, parse_sources, plain_conflicts
 from .learning import (
     GIVEN_KINDS,
-    PAIR_KINDS,
+    PAIRS,
     AlgoConfig,
     AsyncSettings,
     CriticConfig,
@@ -50,7 +50,7 @@ from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, specu
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 PAIR_DEFAULTS = {"rollout": {"workflow": "preference", "num_samples": 2}, "data": {"preset": "pairs"}}
-PAIRS, GIVEN = ",".join(PAIR_KINDS), ",".join(GIVEN_KINDS)
+GIVEN = ",".join(GIVEN_KINDS)
 ENGINE_RELATIONS = (
     "roles.rollout.kind=sglang for engine.attach",
     "roles.rollout.nodes!=* for engine.attach",
@@ -141,7 +141,7 @@ RELATIONS = (
     "eval.every needs eval.data eval.sets: the held-out prompts",
 )
 FIRST_RELATIONS = (
-    "algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef algo.kind=dpo: else no model is used",
+    f"algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef algo.kind={PAIRS}: else no model is used",
     "run.stop_reward needs eval.every",
 )
 """Those of a run's first values: one that began with a KL term, or with evaluations, may continue without."""

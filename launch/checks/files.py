@@ -57,7 +57,7 @@ from ...actors.user_code.functions import (
     reward_expected,
 )
 from ...actors.workflows.demonstrated import demonstrate
-from ...actors.workflows.named import PAIR, shown_turns
+from ...actors.workflows.named import shown_turns
 from ...actors.workflows.turn_renderer import TurnRenderer, can_append
 from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample_filter
 from ...core.config import RunConfig
@@ -65,7 +65,7 @@ from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
 from ...core.config.servers import OFF, ServerShape
 from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
-from ...core.samples import Message, Prompt
+from ...core.samples import DEMONSTRATION_TURNS, PAIR, Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..run_lineage.resume_point import named_checkpoint
@@ -255,7 +255,7 @@ def writer(run: CheckedRun) -> Write | None:
     def write(prompt: Prompt) -> None:
         renderer.prompt(prompt)
         if is_learnt:
-            for key in PAIR if run.config.algo.learns_pairs else ("demonstration_turns",):
+            for key in PAIR if run.config.algo.learns_pairs else (DEMONSTRATION_TURNS,):
                 demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt, key), prompt.tools)
 
     return write

@@ -13,7 +13,6 @@ from tests.algos.conftest import options
 from myxa.algos.objective import (
     Normaliser,
     needs_proximal,
-    needs_reference,
     objective_config,
     policy_objective,
 )
@@ -215,6 +214,6 @@ def test_what_the_trainer_must_compute():
     assert needs_proximal(options(correction="decoupled", minibatches=2))
     assert not needs_proximal(options(correction="behaviour", minibatches=2))
     assert needs_proximal(options(correction="mis", mis_normalise=True))
-    assert not needs_reference(options())
-    assert needs_reference(options(kl_coef=0.1))
-    assert needs_reference(options(kind="ppo", kl_coef=0.1, kl_in="reward"))
+    assert not options().uses_reference
+    assert options(kl_coef=0.1).uses_reference
+    assert options(kind="ppo", kl_coef=0.1, kl_in="reward").uses_reference

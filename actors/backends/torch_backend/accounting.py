@@ -216,8 +216,9 @@ class TrainedModel(ABC):
 
     def filled_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:
         """With empty ones to what a pass takes."""
-        empty = self.layouts((), [()])[1:]
-        return [micro, *(batch_of(layout, (), self.world.device) for layout in empty)]
+        none_S = None if micro.pair_S is None else micro.pair_S[:0]
+        empty = (batch_of(layout, (), self.world.device) for layout in self.layouts((), [()])[1:])
+        return [micro, *(replace(one, pair_S=none_S) for one in empty)]
 
     @abstractmethod
     def score(self, layouts: Sequence[Any]) -> list[Any]: ...

@@ -313,12 +313,12 @@ class MicroBatch(Generic[L]):
     """float32 [M]: factor of each token's loss; None: 1."""
     turn_rewards_M: Tensor | None = None
     """float32 [M]: what turns earned, at their last tokens."""
-    pair_S: Tensor | None = None
-    """int64 [S]: which group of these each member is of, from 0."""
     parts: Mapping[LossPart, Tensor] = field(default_factory=dict[LossPart, Tensor])
     """int64: which of the M tokens belong to each part of the loss; empty: all to "algo"."""
     proximal_M: Tensor | None = None
     reference_M: Tensor | None = None
+    pair_S: Tensor | None = None
+    """int64 [S]: which group of these each member is of, from 0; for losses of pairs."""
     values_M: Tensor | None = None
     """float32 [M]: the critic's, under its weights at the step's start."""
     returns_M: Tensor | None = None
@@ -374,7 +374,6 @@ def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) ->
         given_M=_rows(chosen, [(s.token_advantages, s.advantage) for s in chosen], device),
         weights_M=_rows(chosen, [(s.loss_weights, 1.0) for s in chosen], device),
         turn_rewards_M=_rows(chosen, [(s.token_rewards, 0.0) for s in chosen], device),
-        pair_S=from_array(np.unique([s.group_id for s in chosen], return_inverse=True)[1].astype(np.int64)).to(device),
         parts=_parts(chosen, counts, device),
     )
 
@@ -384,6 +383,12 @@ def _parts(samples: Sequence[TrainSample], counts: I64, device: torch.device) ->
         return {}
     names = np.repeat([s.loss for s in samples], counts)
     return {s.loss: from_array(np.flatnonzero(names == s.loss)).to(device) for s in samples}
+
+
+def group_numbers(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
+    """Which group of its members each of them is of, from 0: int64 [S]."""
+    _, number_S = np.unique([samples[i].group_id for i in layout.members], return_inverse=True)
+    return from_array(number_S.astype(np.int64)).to(device)
 
 
 def served_reference(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
