@@ -84,7 +84,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "verl": {"prompt": "prompt", "label": "reward_model.ground_truth", "metadata": "extra_info"},
     "chat": {"prompt": "messages", "label": "label", "metadata": "metadata", "tools": "tools"},
     "plain": {"prompt": "prompt", "label": "label"},
-    "pairs": {"prompt": "prompt", "metadata": "metadata", "tools": "tools"},
+    "pairs": {"prompt": "prompt", "metadata": "metadata", "tools": "tools"} | {name: name for name in PAIR},
     "recorded": {},
 }
 """Column names of each convention."""
@@ -129,6 +129,7 @@ class RowLayout:
         self._label = column("label", is_required=needs_label or wants_label)
         self._metadata, self._tools = column("metadata"), column("tools")
         self._answer = column("answer", is_required=bool(settings.answer_key) and needs_demonstration)
+        self._pair = {name: column(name, is_required=True) for name in PAIR} if self._is_pairs else {}
         self._or_prompt: Column | None = None
         """Where the prompt is if its own column is not there."""
         if self._is_chat and not settings.messages_key:
@@ -138,7 +139,7 @@ class RowLayout:
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
-        keys += PAIR if self._is_pairs else ()
+        keys += tuple(column.key for column in self._pair.values())
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
         return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
 
@@ -151,8 +152,8 @@ class RowLayout:
         for column in (self._tools, self._column_of_prompt(columns), self._answer):
             value = _value(columns, Column(column.key, column.setting))
             check_unified(value, column.key, is_tools=column is self._tools)
-        for name in PAIR if self._is_pairs else ():
-            check_unified(columns.get(name), name, is_tools=False)
+        for column in self._pair.values():
+            check_unified(_value(columns, column), column.key, is_tools=False)
 
     def prompt(self, columns: Columns) -> Prompt:
         """What a row means; its place in the data is 0. Raises RowError."""
@@ -264,27 +265,29 @@ class RowLayout:
         """The row with its prompt, and the turns of both answers in the metadata. Without a prompt of its own that is
         what both have in common at their beginning. Raises RowError."""
         given = _value(columns, self._prompt)
-        answers: list[Any] = [columns.get(name) for name in PAIR]
-        for name, answer in zip(PAIR, answers, strict=True):
+        names = [column.key for column in self._pair.values()]
+        answers: list[Any] = [_value(columns, column) for column in self._pair.values()]
+        for name, answer in zip(names, answers, strict=True):
             if not isinstance(answer, (str, list)) or not answer:
-                cause = f'column "{name}" holds {type(cast(object, answer)).__name__}, not an answer'
-                raise RowError(cause, "write a text or a list of messages")
+                held = "nothing" if answer in ("", []) else type(cast(object, answer)).__name__
+                raise RowError(f'column "{name}" holds {held}, not an answer', "write a text or a list of messages")
         if given is None and all(isinstance(answer, str) for answer in answers):
             texts = cast("list[str]", answers)
             size = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+            size -= texts[0][:size].endswith(" ")  # a word's tokens begin with the space before it
             given, answers = texts[0][:size], [text[size:] for text in texts]
             if not all(answers):
                 raise RowError("one answer is the beginning of the other one", "leave such rows out, or set prompt")
         pair = [
             (Message(role="assistant", content=answer),) if isinstance(answer, str) else parse_messages(answer, name)
-            for name, answer in zip(PAIR, answers, strict=True)
+            for name, answer in zip(names, answers, strict=True)
         ]
         if given is None or all(turns[0].role != "assistant" for turns in pair):  # both begin with the prompt
             same = next((at for at, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair)))
             pair, given = [turns[same:] for turns in pair], [_table(turn) for turn in pair[0][:same]]
         if not given:
             raise RowError("the row has no prompt", "name its column with data.prompt_key, or begin both with it")
-        for name, turns in zip(PAIR, pair, strict=True):
+        for name, turns in zip(names, pair, strict=True):
             if not turns or turns[0].role != "assistant":
                 raise RowError(
                     f'what "{name}" adds to the prompt does not begin with an assistant message',

@@ -106,7 +106,6 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 """Every draw that is passed over is a row of the ledger."""
 _FOR_TEMPLATES = "is for the chat template: set apply_chat_template = true"
 _NO_NAME = "make it one of them, with a name"
-_COLUMN_KEYS = ("prompt_key", "label_key", "metadata_key", "messages_key", "answer_key", "tools_key")
 TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 """What a chat template is given anyway."""
 
@@ -126,8 +125,15 @@ class RowColumns(Section, frozen=True):
     """Column with the demonstration to be learnt by SFT. Empty = the preset's (chat: last assistant message)."""
     tools_key: str = ""
     """Column with a list of tools, handed to the chat template. Empty = the preset's (slime, chat: "tools")."""
+    chosen_key: str = ""
+    """Column with the better answer of the `pairs` preset. Empty = "chosen"."""
+    rejected_key: str = ""
+    """Column with the worse answer of the `pairs` preset. Empty = "rejected"."""
     system: str = ""
     """System message put in front of conversations that have none; empty = none."""
+
+
+_COLUMN_KEYS = tuple(name for name in RowColumns.model_fields if name.endswith("_key"))
 
 
 class RowSource(RowColumns, frozen=True):
@@ -241,6 +247,8 @@ class DataSettings(RowColumns, frozen=True):
                  'is not used by preset = "chat"; set messages_key'),
                 (preset != "chat" and rows.messages_key, f"{place}messages_key",
                  f'is used by preset = "chat" only, not "{preset}"'),
+                *((preset != "pairs" and getattr(rows, key), f"{place}{key}",
+                   f'is used by preset = "pairs" only, not "{preset}"') for key in ("chosen_key", "rejected_key")),
                 (place and self.is_recorded and preset != "recorded", f"{place}preset",
                  'must be "recorded", as that of another source is: nothing is generated'),
             )  # fmt: skip

@@ -87,21 +87,35 @@ def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(t
         {"chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
         {"prompt": "2 + 3 =", "chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
         {"chosen": "2 + 3 =5", "rejected": "2 + 3 =23"},
+        {"question": "2 + 3 =", "answer": {"good": "5", "bad": said("23")}},
     ],
-    ids=["texts", "messages", "no-prompt", "prompt-twice", "texts-without-prompt"],
+    ids=["texts", "messages", "no-prompt", "prompt-twice", "texts-without-prompt", "columns-of-other-names"],
 )
 def test_the_forms_of_a_pair_mean_the_same(tmp_path: Path, row: dict[str, object]) -> None:
     file = recipe(tmp_path)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    prompt = open_prompts(load_config(file)).prompt(0)
+    names = ("prompt_key=question", "chosen_key=answer.good", "rejected_key=answer.bad") if "question" in row else ()
+    prompt = open_prompts(load_config(file, [f"data.{name}" for name in names])).prompt(0)
     assert [(one.role, one.content) for one in prompt.messages] == [("user", "2 + 3 =")]
     assert [[one["content"] for one in prompt.metadata[name]] for name in ("chosen", "rejected")] == [["5"], ["23"]]
+
+
+def test_a_space_before_the_first_difference_belongs_to_the_answers(tmp_path: Path) -> None:
+    """As in TRL: the tokens of a word begin with it."""
+    file = recipe(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": "2 + 3 = 5", "rejected": "2 + 3 = 23"}) + "\n")
+    prompt = open_prompts(load_config(file)).prompt(0)
+    assert prompt.messages[-1].content == "2 + 3 ="
+    assert [prompt.metadata[name][0]["content"] for name in ("chosen", "rejected")] == [" 5", " 23"]
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "a", "chosen": "b"}, '"rejected" holds NoneType'),
+        ({"prompt": "a", "chosen": "b"}, 'column "rejected" is missing; the row has chosen, prompt'),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, '"chosen" holds nothing'),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, '"chosen" holds nothing'),
+        ({"prompt": "a", "chosen": "b", "rejected": 7}, '"rejected" holds int'),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
         ({"chosen": "ab", "rejected": "abc"}, "beginning of the other"),
         ({"chosen": asked("a") + said("b"), "rejected": asked("c") + said("d")}, "no prompt"),
