@@ -1,13 +1,15 @@
 """Training speed, MFU and memory of our backends, and of their log-prob pass: bf16, packs of 16k tokens.
 
     python train_speed.py [--cases torch:0.6b,torch:1.7b,megatron:0.6b,torch:0.6b:16] [--world 1] [--device cpu]
+                          [--profile]
 
 A third word of a case is a rank: low-rank adapters are trained in place of all weights. Every case has processes of
 its own, one a GPU, as ranks of a gang under torchrun's variables. The backend is the one that `myxa up` builds from
 the run file. A step: `--packs` packs of 16 sequences of 1024 tokens on every rank, GRPO loss on 896 of each,
 gradients shared, AdamW. Tokens are all tokens of the packs. MFU: see flops.py. Memory: the most that torch allocated
 on rank 0 from the first step on; of the log-prob pass, above what is held anyway. Phases go to a case's log: one that
-ends at its limit shows where it was.
+ends at its limit shows where it was. `--profile`, of the torch backend: where a step's time goes, and variants beside
+what it does (train_profile.py).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from myxa.launch.actor_spec import ActorSpec, RankSpec
 from myxa.launch.program import build_actor
 
 WARM_UPS = 2
+BEGAN_S = time.monotonic()
 MARK = "FIGURES "
 GOALS = {"0.6b": (("tokens/s", "rate", 60_000.0, False), ("peak memory, GiB", "memory_gib", 40.0, True)),
          "1.7b": (("MFU", "mfu", 0.42, False),)}  # fmt: skip
@@ -201,9 +204,44 @@ def rank_main(options: argparse.Namespace) -> None:
     }  # fmt: skip
     if rank == 0:
         print(MARK + json.dumps(figures), flush=True)
+    if options.profile:
+        profile_rank(options, backend, gauge, layouts, read_config(options.folder / "model"))
     backend.close()
     sys.stdout.flush()
     os._exit(0)  # native threads of collectives have nothing more to do
+
+
+def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layouts: Sequence[Any], config: Any) -> None:
+    """Where the time goes, and variants; see train_profile.py."""
+    import train_profile as told
+
+    report = Report(f"{options.part}_{options.folder.name}", is_dry=options.device == "cpu")
+    lengths = [options.length] * (options.packs * options.per_pack)
+    tokens, flops, ahead = sum(lengths), train_flops(config, lengths), forward_flops(config, lengths)
+
+    def shard_of(times: int) -> TrainShard:
+        wide = {"per_pack": options.per_pack * times, "packs": max(1, options.packs // times)}
+        return make_shard(argparse.Namespace(**{**vars(options), **wide}), 0, config.vocab_size, 7)
+
+    shards = {times: shard_of(times) for times in (1, 2)}
+    work = told.Work(
+        report,
+        gauge,
+        train=lambda times: backend.train(shards[times], {}),
+        score=lambda: backend._parts.stepper.policy.score(layouts),
+        figures=lambda step_s, score_s: (
+            tokens / step_s, mfu(flops, step_s), tokens / score_s, mfu(ahead, score_s),
+        ),
+        give_up_s=time.monotonic() + options.limit - (time.monotonic() - BEGAN_S) - 15,
+        tflops=told.matrix_tflops(gauge, 8192 if options.device == "cuda" else 256),
+    )  # fmt: skip
+
+    def small() -> None:
+        told.tell_products(report, gauge, config, options.per_pack * options.length, options.device)
+        told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
+
+    told.run(work, options.folder / "trace.json", small)
+    report.keep("status", 0)
 
 
 # -- all ranks of a case -----------------------------------------------------------------------------------------------
@@ -220,8 +258,8 @@ def run_case(options: argparse.Namespace, backend: str, folder: Path, rank: str)
         sys.executable, str(Path(__file__).resolve()), "--device", options.device, "--world", str(options.world),
         "--packs", str(options.packs), "--per-pack", str(options.per_pack), "--length", str(options.length),
         "--steps", str(options.steps), "--limit", str(options.limit), "--backend", backend, "--folder", str(folder),
-        *(["--checkpoint"] if options.checkpoint else []),
-        "--sets", *options.sets, *([f"lora.rank={rank}"] if rank else []),
+        *(["--checkpoint"] if options.checkpoint else []), *(["--profile"] if options.profile else []),
+        "--part", options.part, "--sets", *options.sets, *([f"lora.rank={rank}"] if rank else []),
     ]  # fmt: skip
     name = f"train_{backend}_adapters" if rank else f"train_{backend}"
     logs = [folder / f"{name}_{number}.log" for number in range(options.world)]
@@ -366,6 +404,7 @@ def main() -> None:
     args.add_argument("--steps", type=int, default=5)
     args.add_argument("--limit", type=float, default=100.0, help="seconds a case may take")
     args.add_argument("--checkpoint", action="store_true", help="write one, and say its size")
+    args.add_argument("--profile", action="store_true", help="where a step's time goes; variants (torch)")
     args.add_argument("--sets", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
     args.add_argument("--backend", default="", help=argparse.SUPPRESS)
     args.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
