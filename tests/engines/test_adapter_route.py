@@ -118,14 +118,29 @@ async def test_requests_that_are_aborted_or_left_keep_no_adapter(writer: DiskWei
         assert held(server) == {"4", "5"} and not server.named
 
 
-async def test_nothing_waits_for_requests_whose_end_the_server_never_hears_of(writer: DiskWeightWriter):
-    """SGLang 0.5.17 would wait for one that was aborted in its queue before it unloads, and load nothing meanwhile."""
+@pytest.mark.parametrize("request_id", ["left", None])
+async def test_requests_that_are_aborted_in_the_queue_keep_no_adapter(writer: DiskWeightWriter, request_id: str | None):
+    """They are aborted with their first token; an abort in its queue would make SGLang 0.5.17 keep the adapter."""
     async with connected(folder=writer.model_folder) as (engine, server):
         server.every_s = 0.2
         await give(engine, writer.publish(1, adapters(1)))
         stream = later(engine, endless("left", 3, max_new_tokens=900))
         await until(lambda: bool(server.running))
-        await engine.abort("left")
+        await engine.abort(request_id)
+        assert (await stream).finish == "abort"
+        for version in (2, 3, 4):
+            await give(engine, writer.publish(version, adapters(version)))
+        assert held(server) == {"3", "4"} and not server.named
+
+
+async def test_nothing_waits_for_what_the_server_itself_ends_in_its_queue(writer: DiskWeightWriter):
+    """SGLang 0.5.17 would wait for it before it unloads, and load nothing meanwhile."""
+    async with connected(folder=writer.model_folder) as (engine, server):
+        server.every_s = 0.2
+        await give(engine, writer.publish(1, adapters(1)))
+        stream = later(engine, endless("left", 3, max_new_tokens=900))
+        await until(lambda: bool(server.running))
+        server._abort_request({"abort_all": True})
         assert (await stream).finish == "abort"
         for version in (2, 3, 4):
             await give(engine, writer.publish(version, adapters(version)))

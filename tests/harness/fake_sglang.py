@@ -217,8 +217,9 @@ class FakeSglang(SglangRoutes):
         self.is_paused = False
 
     def _abort_request(self, body: Any) -> Any:
-        for stop in self.running.values():
-            stop.set()
+        for rid, stop in self.running.items():
+            if body.get("abort_all") or rid.startswith(body["rid"]):
+                stop.set()
 
     async def _update_weights_from_disk(self, body: Any) -> Any:
         await self.loading.wait()

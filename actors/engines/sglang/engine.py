@@ -68,6 +68,8 @@ class _Open:
     has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """The server answered, with a stream or with a refusal."""
     is_aborted: bool = False
+    has_begun: bool = False
+    """A token came: it has left the server's queue."""
     answer: aiohttp.ClientResponse | None = None
 
 
@@ -344,13 +346,14 @@ class SglangEngine:
         """What `parsed` makes of the stream, until `tokens` know its end. `is_half`: of a pair, whose servers give up
         what does not come from the other one; that raises EngineError."""
         async for data in answer.content.iter_any():
+            mine.has_begun = True
             for part in parsed(data):
                 if is_half and tokens.finish == "abort" and not mine.is_aborted:
                     raise EngineError(f"{tokens.place}: was given up: {tokens.why}", remedy="see the server's log")
                 yield part
                 if tokens.finish:
                     return
-            if mine.is_aborted:  # the abort came before the request was known to the scheduler
+            if mine.is_aborted:  # before the scheduler knew it, or while it was in the queue
                 await self._http.post("/abort_request", {"rid": mine.rid})
 
     def _place_of(self, request: GenerateRequest) -> str:
@@ -415,13 +418,13 @@ class SglangEngine:
     async def _read_out(
         self, stack: AsyncExitStack, mine: _Open, answer: aiohttp.ClientResponse, tokens: HeldTokens, adapter: str
     ) -> None:
-        """Abort a request whose reader left once it runs, and read its end: with its connection closed, or aborted in
-        its queue, SGLang 0.5.17 keeps its adapter for ever."""
+        """Abort a request whose reader left once it runs, and read its end: with its connection closed, SGLang 0.5.17
+        keeps its adapter for ever."""
         assert self._adapters is not None
         mine.is_aborted = True
         async with stack:
             with suppress(EngineError, aiohttp.ClientError, TimeoutError):
-                if tokens.num_tokens:
+                if mine.has_begun:
                     await self._http.post("/abort_request", {"rid": mine.rid})
                 async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=False):
                     pass
@@ -443,12 +446,14 @@ class SglangEngine:
             raise EngineError(f"{place}: {self._torn}", remedy="give it a version, or restart the server")
 
     async def abort(self, request_id: str | None = None) -> None:
-        """Abort one request, or all; their streams end with finish "abort"."""
+        """Abort one request, or all; their streams end with finish "abort". One that names an adapter is aborted
+        with its first token: SGLang 0.5.17 keeps the adapters of those that it aborts in its queue for ever."""
         meant = [one for one in self._open if request_id in (None, one.request_id)]
         for one in meant:
             one.is_aborted = True
         await self._arrived(meant)
-        for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
+        named = [{"rid": one.rid} for one in meant if self._adapters is None or one.has_begun]
+        for body in [{"abort_all": True}] if request_id is None and self._adapters is None else named:
             await self._http.post("/abort_request", body)
 
     # -- weights

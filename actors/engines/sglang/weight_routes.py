@@ -141,9 +141,10 @@ class AdapterRoute(FolderRoute):
     """Channel "disk" where versions are low-rank adapters (`lora.rollout = "adapter"`). Each is loaded, under a name of
     its own, beside those that serve. A commit only says which one requests name from then on: SGLang cannot change that
     of a running request, which so ends with the version that it began with. What no request names any more is unloaded
-    before the next one is loaded. SGLang waits for such requests, and loads nothing meanwhile; of those that were
-    aborted in its queue, or whose connection was closed, 0.5.17 waits for ever. So an adapter that one of these named
-    is kept, and so are those that an earlier client left: nothing tells which requests named them."""
+    before the next one is loaded. SGLang waits for such requests, and loads nothing meanwhile; of those that end in
+    its queue, or whose connection was closed, 0.5.17 waits for ever. So no request is aborted there
+    (`SglangEngine.abort`). Adapters are kept of what ends there all the same, because the server took its cache away or
+    gave it up, and those that an earlier client left: nothing tells which requests named them."""
 
     def __init__(self, server: SglangHttp) -> None:
         super().__init__(server)
@@ -172,7 +173,7 @@ class AdapterRoute(FolderRoute):
         if len(self._num_requests) > MAX_ADAPTERS:
             raise EngineError(
                 f"{self._server.place}: holds {len(self._num_requests)} adapters, which it cannot unload: requests "
-                "that named them run, were aborted, or lost their reader",
+                "that named them run, ended in its queue, or lost their client",
                 remedy="restart the server",
             )
         for name in [one for one, count in self._num_requests.items() if one and not count and one != self._current]:
