@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from ...actors.engines.sglang.server_args import tools_path
 from ...actors.user_code.sandbox import REMEDIES, namespaces_trouble, trouble_with
 from ...core.config.loading import Finding, Severity
 from ...core.errors import MyxaError
@@ -104,6 +105,8 @@ class MachineFacts:
     total_bytes: int = field(default_factory=lambda: int(psutil.virtual_memory().total))
     available_bytes: int = field(default_factory=available_bytes)
     """What may still be taken, control group included."""
+    ninja: str = field(default_factory=lambda: shutil.which("ninja", path=tools_path(os.environ, sys.executable)) or "")
+    """Where this interpreter's servers would find it."""
     shm_bytes: int | None = field(default_factory=_shm_bytes)
     """Size of /dev/shm; None: there is none."""
     max_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -215,6 +218,12 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
          f", torch is built for CUDA {built}, which needs driver r{oldest} or later",
          f"update the driver, or install a torch for CUDA {'12' if oldest == 580 else '11'}"),
         (built == "" and gpus.found, "warning", ", but torch is built without CUDA", "install torch's wheel for CUDA"),
+    )  # fmt: skip
+    yield from first(
+        "ninja", "",
+        ("sglang" in facts.versions and not facts.ninja, "warning",
+         "there is none in PATH or beside this interpreter: SGLang compiles kernels with it when a server starts",
+         f"{sys.executable} -m pip install ninja"),
     )  # fmt: skip
 
 

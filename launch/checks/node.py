@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from ... import __version__
 from ...actors.backends.megatron.verbatim import check_tables
 from ...actors.data.data_files import needs_pyarrow
-from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS, needed_modules
+from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS, needed_modules, tools_path
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
 from ...actors.rewards.call import UNIT_TESTS
 from ...actors.rewards.unit_tests import unit_test_options
@@ -299,7 +299,9 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
                 text = f"{shape.key}.{name}: the installed SGLang has no such argument"
                 yield Finding(f"{shape.key}.{name}", ConfigError(text, remedy=suggest(name, known)))
         table = {**(PAIR_DEFAULTS if shape.kind != "regular" else {}), **shape.table}
-        yield from _backends(table, shape.key, there, {**os.environ, **actor.env})
+        env = {**os.environ, **actor.env}
+        env["PATH"] = tools_path(env, config.engine.python or actor.python or sys.executable)
+        yield from _backends(table, shape.key, there, env)
 
 
 def _backends(

@@ -29,7 +29,7 @@ VERSIONS = {
 GOOD = MachineFacts(
     system="Python 3.12.3 at /usr/bin/python3, Linux", versions=VERSIONS, torch_cuda="13.0",
     gpus=Gpus((H200,) * 8, "580.159.04"),
-    total_bytes=512 * GIB, available_bytes=480 * GIB, shm_bytes=64 * GIB, max_files=1 << 20,
+    total_bytes=512 * GIB, available_bytes=480 * GIB, ninja="/usr/bin/ninja", shm_bytes=64 * GIB, max_files=1 << 20,
     hostname="gpu07", addresses=("10.0.0.7",), folder="/data/runs", free_bytes=900 * GIB, is_writable=True,
     file_system="ext4", env={}, sandboxes={"rlimits": "", "bubblewrap": "", "docker": "there is no docker"},
 )  # fmt: skip
@@ -59,6 +59,7 @@ TRAPS: dict[str, tuple[MachineFacts, str, str, str]] = {
     "small shm": (but(shm_bytes=64 << 20), "/dev/shm", "warning", "--shm-size"),
     "no shm": (but(shm_bytes=None), "/dev/shm", "warning", "tmpfs"),
     "no namespaces": (but(sandboxes={"rlimits": "Operation not permitted"}), "sandboxes", "warning", "namespaces"),
+    "no ninja": (but(ninja=""), "ninja", "warning", "pip install ninja"),
     "few files": (but(max_files=512), "open files", "error", "ulimit"),
     "rather few files": (but(max_files=2048), "open files", "warning", "65536"),
     "disk of others": (but(is_writable=False), "disk", "error", "run.dir"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,11 @@ def test_the_servers_environment():
         "HOME": "/h", "MYXA_WORKER_SPEC": "/s", "RANK": "0", "NCCL_NVLS_ENABLE": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
     }  # fmt: skip
-    assert server_env(base, has_gpus=True) == {
-        "HOME": "/h", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+    assert server_env(base, "/venv/bin/python", has_gpus=True) == {
+        "HOME": "/h", "PATH": f"{os.defpath}:/venv/bin", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
     }  # fmt: skip
-    assert server_env({}, has_gpus=False)["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert server_env({"PATH": "/a"}, "python3", has_gpus=True)["PATH"] == "/a", "it is found there, or not at all"
+    assert server_env({}, "", has_gpus=False)["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 def test_the_page_names_everything_that_is_owned_or_set():

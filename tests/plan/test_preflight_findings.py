@@ -246,20 +246,22 @@ def test_n_grams_need_what_compiles_them(tmp_path: Path, monkeypatch: pytest.Mon
     site = tmp_path / "site"
     (site / "sglang").mkdir(parents=True)
     (site / "sglang/__init__.py").touch()
-    tools = tmp_path / "tools"
-    tools.mkdir()
+    tools, python = tmp_path / "tools", tmp_path / "bin/python"
+    for folder in (tools, python.parent):
+        folder.mkdir()
+    python.symlink_to(sys.executable)
 
     def lacking(name: str, **env: str) -> list[str]:
         role = {"kind": "sglang", "devices": "0", "env": {"PATH": str(tools), "PYTHONPATH": str(site), **env}}
-        config = run(roles={"rollout": role}, engine={"python": sys.executable}, sglang={"speculative_algorithm": name})
+        config = run(roles={"rollout": role}, engine={"python": str(python)}, sglang={"speculative_algorithm": name})
         found = list(launched_servers(CheckedRun(config, place(config, 1))))
         assert {one.key for one in found} <= {"sglang.speculative_algorithm"}
         return [str(one.error).split('"')[3] for one in found if "program" in str(one.error)]
 
     monkeypatch.delenv("CXX", raising=False)
     assert lacking("ngram") == ["c++", "ninja"] and not lacking("NEXTN")
-    for name in ("ninja", "g++"):
-        (tools / name).touch(0o755)
+    for path in (python.parent / "ninja", tools / "g++"):  # pip puts the first beside the servers' interpreter
+        path.touch(0o755)
     assert lacking("NGRAM") == ["c++"] and not lacking("NGRAM", CXX="g++ -O1")
 
 

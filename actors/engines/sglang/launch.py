@@ -35,7 +35,7 @@ from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
-from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by
+from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
@@ -220,7 +220,7 @@ class LaunchedSglang(SglangEngine):
     def __init__(self, launch: SglangLaunch, options: SglangOptions, routes: Routes = folder_routes) -> None:
         super().__init__("", options, routes, saves_memory=launch.expects is not None)
         self._launch = launch
-        self._env = server_env(launch.env, has_gpus=bool(launch.num_devices))
+        self._env = server_env(launch.env, launch.python, has_gpus=bool(launch.num_devices))
         if launch.kind != "regular":
             self._env = {**PAIR_ENV, **self._env}
         if launch.expects is not None:
@@ -342,7 +342,7 @@ def server_values(
     return values | check_sizes(ServerShape(launch.kind, launch.key, values), launch.num_devices) | own
 
 
-def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:
+def server_env(base: Mapping[str, str], python: str, *, has_gpus: bool) -> dict[str, str]:
     """The server's environment: the actor's own, which holds the role's `env`, less what would mislead it.
     NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be what the trainer has: with unequal values the weight group cannot be
     formed. SGLang's memory saver does not go with expandable segments."""
@@ -350,6 +350,7 @@ def server_env(base: Mapping[str, str], *, has_gpus: bool) -> dict[str, str]:
     for name in ALLOCATOR:
         if "expandable_segments" in env.get(name, ""):
             del env[name]
+    env["PATH"] = tools_path(env, python)
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
     env.setdefault("NCCL_NVLS_ENABLE", "0")
     if not has_gpus:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,6 +18,11 @@ from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
 
 MODULE = "sglang.launch_server"
+
+
+def tools_path(env: Mapping[str, str], python: str) -> str:
+    """PATH of a server: the role's, then its interpreter's folder, where pip puts `ninja`, which compiles kernels."""
+    return os.pathsep.join(filter(None, (env.get("PATH", os.defpath), python.rpartition(os.sep)[0])))
 
 
 def command_line(values: Mapping[str, Any]) -> list[str]:
