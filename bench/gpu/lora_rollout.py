@@ -133,7 +133,7 @@ def main() -> None:
         for name, (folder, extra) in kinds.items() if not choice.is_cpu else [("merged", kinds["merged"])]:
             servers[name] = Server(
                 folder=work / folder, log=work / f"{name}.log", is_sglang=not choice.is_cpu, mem_fraction=0.8,
-                context_length=0 if choice.is_cpu else 1024, graph_sizes=(32, 128, 256),
+                context_length=1024 if folder == "large" and not choice.is_cpu else 0, graph_sizes=(32, 128, 256),
                 extra=(*AS_LAUNCHED, "--max-total-tokens", "100000", *extra),
             )  # fmt: skip
             if name != "adapter":

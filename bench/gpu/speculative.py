@@ -1,9 +1,9 @@
 """Tokens that SGLang guesses ahead: how many are taken, how fast it is, whether log-probs stay right, what a run does.
 
-    python speculative.py [--sft-steps 250] [--device cpu]
+    python speculative.py [--sft-steps 250] [--cases "n-grams,MTP,nothing"] [--device cpu]
 
 A toy of GLM-4.5's shape with its MTP layer imitates demonstrations (`learn.py`'s supervised run, `megatron.mtp`).
-Servers of it, one after the other: that layer guesses (NEXTN), n-grams guess, nothing does. Of each: tokens a second
+Servers of it start together: that layer guesses (NEXTN), n-grams guess, nothing does. Of each in turn: tokens a second
 and tokens a pass on prompts of the task; a short reinforcement run without staleness (every step compares the engine's
 log-probs with the trainer's; new weights, those of the layer too, come by cuda_ipc); the same prompts again. Then
 servers of the 0.6B shape with and without n-grams, random weights: sampled text does not repeat itself, greedy text
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +62,7 @@ NEXTN = (
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 if find_spec("deep_gemm") is None:  # which SGLang imports to capture graphs of the layer's passes
     NEXTN += ("--cuda-graph-backend-decode", "disabled")
-CASES = {"n-grams": NGRAM, "MTP layer": NEXTN, "no guesses": ()}
+CASES = {"n-grams": NGRAM, "MTP": NEXTN, "nothing": ()}
 NUM_STEPS, MTP = 12, 0.3
 AT_ONCE = 32
 BOUND = 0.01
@@ -123,33 +124,35 @@ def of_run(run_dir: Path) -> tuple[str, str]:
     return lengths, number(sum(gaps) / len(gaps)) if gaps else "-"
 
 
-def one_case(
-    name: str, report: Report, choice: Choice, work: Path, seed: str, prompts: list[list[int]]
-) -> tuple[str, ...]:
-    """A server of the toy: before, in and after a run. Raises what went wrong."""
-    extra = () if choice.is_cpu else (*AS_LAUNCHED, "--disable-shared-experts-fusion", *CASES[name])
-    log = work / f"server_{name.replace(' ', '_')}.log"
-    server = Server(
-        folder=(work / "sft/export").resolve(), log=log, is_sglang=not choice.is_cpu, mem_fraction=0.2, max_running=64,
-        extra=extra,
+def toy_server(name: str, choice: Choice, work: Path) -> Server:
+    bounded = (*AS_LAUNCHED, "--disable-shared-experts-fusion", "--max-total-tokens", "100000")
+    return Server(
+        folder=(work / "sft/export").resolve(), log=work / f"server_{name.replace(' ', '_')}.log",
+        is_sglang=not choice.is_cpu, mem_fraction=0.8, max_running=64,
+        extra=() if choice.is_cpu else (*bounded, *CASES[name]),
     )  # fmt: skip
+
+
+def one_case(
+    name: str, server: Server, report: Report, choice: Choice, work: Path, seed: str, prompts: list[list[int]]
+) -> tuple[str, ...]:
+    """A server of the toy that loads: before, in and after a run. Raises what went wrong."""
     params = {"temperature": 1.0, "max_new_tokens": 16, "stop_token_ids": [END_ID]}
-    with running(server):
-        url = server.wait()
-        before = asyncio.run(asked(url, prompts, params))
-        report.say(f"- {name}: {before.tokens_per_s:,.0f} tokens/s, {number(before.accepted_length)} tokens a pass")
-        sets = [
-            seed, attach_override(url), *overrides(choice, ""), "async.max_staleness=0", f"run.num_steps={NUM_STEPS}",
-            "guard.bound=0.15",
-            *(() if choice.is_cpu else ('weights.channel="cuda_ipc"',)),
-            *((f"megatron.mtp={MTP}",) if CASES[name] == NEXTN else ()),
-        ]  # fmt: skip
-        try:
-            lengths, gap = of_run(up(work / "learn_colocated.toml", sets, limit_s=90))
-            after = asyncio.run(asked(url, prompts, params))
-        except (RunFailedError, aiohttp.ClientError, TimeoutError) as error:
-            report.say(f"- {name}, its run: {error!s:.3000}\n{server.last_words(1500)}")
-            return (name, *before.cells(), "failed", "-", "-", "-")
+    url = server.wait()
+    before = asyncio.run(asked(url, prompts, params))
+    report.say(f"- {name}: {before.tokens_per_s:,.0f} tokens/s, {number(before.accepted_length)} tokens a pass")
+    sets = [
+        seed, attach_override(url), *overrides(choice, ""), "async.max_staleness=0", f"run.num_steps={NUM_STEPS}",
+        "guard.bound=0.15",
+        *(() if choice.is_cpu else ('weights.channel="cuda_ipc"',)),
+        *((f"megatron.mtp={MTP}",) if CASES[name] == NEXTN else ()),
+    ]  # fmt: skip
+    try:
+        lengths, gap = of_run(up(work / "learn_colocated.toml", sets, limit_s=90))
+        after = asyncio.run(asked(url, prompts, params))
+    except (RunFailedError, aiohttp.ClientError, TimeoutError) as error:
+        report.say(f"- {name}, its run: {error!s:.3000}\n{server.last_words(1500)}")
+        return (name, *before.cells(), "failed", "-", "-", "-")
     report.keep(name, {"before": before._asdict(), "after": after._asdict(), "lengths": lengths, "gap": gap})
     if CASES[name]:
         least = 1.5 if CASES[name] == NEXTN else 1.2
@@ -179,6 +182,7 @@ def shape_rows(report: Report, name: str, server: Server, vocab_size: int) -> li
 
 def main() -> None:
     args = learner_parser(__doc__)
+    args.add_argument("--cases", default=",".join(CASES), help="what guesses, with commas")
     args.set_defaults(backend="megatron", sft_steps=250)
     options, choice, report, work, watch = begun("speculative", args)
     shape = make_apart(work / "shape", "dry" if choice.is_cpu else "0.6b", options.device)
@@ -191,13 +195,19 @@ def main() -> None:
 
     def shape_server(name: str, extra: tuple[str, ...]) -> Server:
         return Server(
-            folder=work / "shape", log=work / f"shape_{name}.log", is_sglang=not choice.is_cpu, mem_fraction=0.2,
-            max_running=64, context_length=0 if choice.is_cpu else 1024, extra=extra,
+            folder=work / "shape", log=work / f"shape_{name}.log", is_sglang=not choice.is_cpu, mem_fraction=0.8,
+            max_running=64, context_length=0 if choice.is_cpu else 1024,
+            extra=() if choice.is_cpu else (*extra, "--max-total-tokens", "100000"),
         )  # fmt: skip
 
     seed, rows, of_shape = f"run.seed={options.seed}", list[tuple[str, ...]](), list[tuple[str, ...]]()
-    plain = shape_server("plain", ())
-    with running(plain):
+    shapes = {"nothing": shape_server("plain", ())}
+    if not choice.is_cpu:
+        shapes["n-grams"] = shape_server("ngram", NGRAM)
+    cases = ("nothing",) if choice.is_cpu else options.cases.split(",")
+    with ExitStack() as all_of_them:
+        for server in shapes.values():
+            all_of_them.enter_context(running(server))
         try:
             mtp = () if choice.is_cpu else (f"megatron.mtp={MTP}",)
             imitated(choice, work, [seed, f"run.num_steps={options.sft_steps}", *mtp], limit_s=240)
@@ -206,23 +216,24 @@ def main() -> None:
             (work / "sft").mkdir(exist_ok=True)
             (work / "sft/export").symlink_to(work / "model")
         watch.lap("supervised run")
-        of_shape += shape_rows(report, "no guesses", plain, shape.vocab_size)
-    graphs = "without graphs: deep_gemm is not there" if "--cuda-graph-backend-decode" in NEXTN else "with graphs"
-    report.say(f"- toy of {read_config(work / 'model').num_parameters:,} parameters; its layer guesses {graphs}")
-    for name in ("no guesses",) if choice.is_cpu else CASES:
-        try:
-            rows.append(one_case(name, report, choice, work, seed, prompts))
-        except (ServerDiedError, aiohttp.ClientError, TimeoutError) as error:
-            report.say(f"- {name}: {type(error).__name__}: {error!s:.3000}")
-            rows.append((name, "failed", "-", "-", "-", "-", "-"))
-        watch.lap(name)
+        toys = {name: toy_server(name, choice, work) for name in cases}
+        for server in toys.values():
+            all_of_them.enter_context(running(server))
+        for name, server in shapes.items():
+            of_shape += shape_rows(report, name, server, shape.vocab_size)
+        graphs = "without graphs: deep_gemm is not there" if "--cuda-graph-backend-decode" in NEXTN else "with graphs"
+        report.say(f"- toy of {read_config(work / 'model').num_parameters:,} parameters; its layer guesses {graphs}")
+        for name, server in toys.items():
+            try:
+                rows.append(one_case(name, server, report, choice, work, seed, prompts))
+            except (ServerDiedError, aiohttp.ClientError, TimeoutError) as error:
+                report.say(f"- {name}: {type(error).__name__}: {error!s:.3000}")
+                rows.append((name, "failed", "-", "-", "-", "-", "-"))
+            server.stop()
+            watch.lap(name)
     gaps = {row[0]: float(row[4]) for row in rows if row[4] != "-"}
-    for name in gaps.keys() - {"no guesses"} if "no guesses" in gaps else ():
-        report.goal(f"{name}: log-probs farther away than without", gaps[name] - gaps["no guesses"], at_most=BOUND)
-    if not choice.is_cpu:
-        server = shape_server("ngram", NGRAM)
-        with running(server):
-            of_shape += shape_rows(report, "n-grams", server, shape.vocab_size)
+    for name in gaps.keys() - {"nothing"} if "nothing" in gaps else ():
+        report.goal(f"{name}: log-probs farther away than without", gaps[name] - gaps["nothing"], at_most=BOUND)
     report.table(
         f"Toy of GLM-4.5's shape, {len(prompts)} requests of the task, {AT_ONCE} at once; {NUM_STEPS} steps between",
         ("guesses by", "tokens/s", "tokens a pass", "the same in the run", "log-prob difference", "tokens/s after",
