@@ -19,6 +19,7 @@ from ...actors.backends.megatron.layout import ParallelLayout
 from ...actors.models.adapters import num_adapted
 from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
+from ...actors.weights.publish import max_unreleased
 from ...core.config import RunConfig
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, MyxaError
@@ -150,12 +151,12 @@ def pass_parts(
 # really are. A reference model (algo.kl_coef) is one more set of weights, for the torch trainer of its own size, but
 # with adapters ([lora]), which train n numbers of their own beside frozen weights: it is the policy without them. A
 # critic is a second trained model; its pass follows the policy's pass. Weights that travel between devices are staged:
-# a copy in the engine's number type for each version in flight. A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB
-# where it was measured (docs/benchmarks.md, `memory_gang` and `memory_communicators`).
+# a copy in the engine's number type of the newest version, which engines that come late read, and of the next one.
+# A CUDA context took 0.8 GiB, an NCCL group 0.65 GiB where it was measured (docs/benchmarks.md, `memory_gang` and
+# `memory_communicators`).
 
 CONTEXT = Part("context", int(0.8 * GIB), "of CUDA, as measured")
 GROUP_BYTES = int(0.65 * GIB)
-VERSIONS_IN_FLIGHT = 2
 
 
 def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tuple[Part, ...]:
@@ -178,7 +179,7 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
         key=total,
     )  # fmt: skip
     if is_between_devices(channel := choose_channel(config)):
-        num, (item, _) = 1 if takes_turns(config) else VERSIONS_IN_FLIGHT, _held(config, model)
+        num, (item, _) = 1 if takes_turns(config) else max_unreleased(channel), _held(config, model)
         # Each stage has a sender; beside an engine every rank stages all of the model.
         cut = ParallelLayout() if channel == "cuda_ipc" else ParallelLayout(pp=layout.pp, vpp=layout.vpp)
         sent = sum(rank_parameters(model, cut, placed if cut.pp > 1 else None))

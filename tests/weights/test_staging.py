@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from myxa.actors.weights.channels.staging import ROW_BYTES, Staging, buffer_mark, join_marks, padded_bytes, place
+from myxa.actors.weights.publish import max_unreleased
+from myxa.actors.weights.rollout_update import Adoption
 from myxa.core.errors import TrainError
+from myxa.core.messages import WeightManifest
 
 SEED = 5
 
@@ -48,6 +51,24 @@ def test_memory_is_used_again_only_when_released_and_read_to_the_end():
     assert third is not None and third.buffers is first.buffers, "and now it is not"
     with pytest.raises(TrainError, match="version 1 is not staged"):
         staging.read(1)
+
+
+def test_a_trainer_stages_as_many_versions_as_the_plan_counts():
+    """The newest stays for engines that come late, so the next one needs other memory, however fast engines adopt."""
+    staging, adoption, held = Staging(1 << 20), Adoption(), list[object]()
+    adoption.arrived("rollout/0", 1)
+    adoption.joined("rollout/0", 1)
+    for version in range(5):
+        staged = staging.publish(version, lambda: iter(model(1)))
+        assert staged is not None
+        held += [staged.buffers] if all(staged.buffers is not one for one in held) else []
+        adoption.published(
+            WeightManifest(version=version, channel="nccl", location="", num_bytes=1, tensors=(), digest="", host="")
+        )
+        assert adoption.next() is not None and adoption.adopted("rollout/0", 1, version)
+        for old in adoption.releasable():
+            staging.release(old)
+    assert len(held) == max_unreleased("nccl")
 
 
 def test_a_model_that_changes_is_refused_by_name():
