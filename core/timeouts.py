@@ -42,8 +42,8 @@ class WireTimeouts:
     lookup_s: float = 2.0
     """How long a call to a name that was never heard of waits for it to come up."""
     retry_s: float = 0.5
-    away_s: float = 5.0
-    """How long news of our own actors wait for a registry that is away."""
+    away_s: float = 30.0
+    """How long news of our own actors wait for a registry that is away, or late."""
     seen_s: float = 2.0
     updates_s: float = 3.0
     """How long a node's question for updates is held back when there are none."""

@@ -203,9 +203,11 @@ class Node:
 
     async def _announce(self) -> None:
         reasons, self._reasons = self._reasons, {}
-        hosted = tuple(
-            HostedActor(name=cell.name, index=index, handlers=cell.table.names) for index, cell in self._cells.items()
-        )
+
+        def hosted() -> tuple[HostedActor, ...]:
+            cells = self._cells.items()
+            return tuple(HostedActor(name=cell.name, index=n, handlers=cell.table.names) for n, cell in cells)
+
         await self._mirror.announce(self.name, self._key.epoch, hosted, reasons)
 
     def _on_failed(self, cell: ActorRunner, error: BaseException) -> None:

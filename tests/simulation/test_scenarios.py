@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -12,9 +13,14 @@ from typing import Any
 
 import pytest
 from tests.simulation.sim_loop import SimulationError
+from tests.simulation.sim_network import Net
 from tests.simulation.sim_workload import scenario
-from tests.simulation.simulator import run, seeds, sweep
+from tests.simulation.simulator import Sim, run, seeds, sweep
 
+from myxa.core.actor import Actor
+from myxa.core.handlers import call
+from myxa.transport.node import Node
+from myxa.transport.registry.registry import RegistryActor
 from myxa.transport.session import calls, pending, serving
 
 REPRO = "python -m pytest tests/simulation -k"
@@ -49,6 +55,43 @@ def test_a_run_is_a_function_of_its_seed_in_any_process() -> None:
         told.add(done.stdout.strip())
     assert len(told) == 1, told
     assert told.pop().split() == [run(scenario, seed).log.digest for seed in (1, 4, 9)]
+
+
+class Clerk(Actor):
+    @call(deadline=5)
+    async def ask(self) -> int:
+        return 1
+
+
+def test_actors_are_announced_to_a_registry_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer the first two announcements in time, and another actor starts meanwhile: both are known."""
+    announce, late = RegistryActor.announce, [60.0, 60.0]
+
+    async def answered_late(self: RegistryActor, node: str, *rest: Any) -> int:
+        await asyncio.sleep(late.pop() if node == "shop" and late else 0)
+        return await announce(self, node, *rest)
+
+    monkeypatch.setattr(RegistryActor, "announce", answered_late)
+
+    async def open_both(node: Node) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(node.start(Clerk(), "first"))
+            await asyncio.sleep(1.0)
+            group.create_task(node.start(Clerk(), "second"))
+
+    async def late_start(seed: int) -> None:
+        async with Sim(seed, Net()) as sim:
+            await sim.node("shop", open_both)
+            home = await sim.node("home")
+
+            async def ask() -> None:
+                for name in ("first", "second"):
+                    assert await home.node.ref(Clerk, name).ask() == 1
+
+            await sim.spawn("home", ask())
+
+    run(late_start, 3)
+    assert not late
 
 
 # -- the sweep bites: with a bug planted, some early seed fails ---------------------------------------------------------

@@ -26,7 +26,8 @@ from ...core.errors import (
     NoSuchActor,
     NotExecuted,
     NotSent,
-    PeerDied,
+    OutcomeUnknown,
+    Overloaded,
     RemoteError,
     StaleEpoch,
 )
@@ -155,13 +156,16 @@ class Mirror:
                 self._log.warning("the registry's updates stopped: %s", error)
                 await asyncio.sleep(TIMEOUTS.wire.retry_s)
 
-    async def announce(self, name: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> None:
-        """Publish this node's actors and wait until the mirror has them; repeated while the registry is away."""
+    async def announce(
+        self, name: str, epoch: int, actors: Callable[[], tuple[HostedActor, ...]], reasons: dict[str, str]
+    ) -> None:
+        """Publish this node's actors and wait until the mirror has them; repeated, as they are then, while the registry
+        is away or late: the last list counts."""
         give_up_at = self._clock.monotonic() + TIMEOUTS.wire.away_s
         while True:
             try:
-                version = await self.registry.announce(name, epoch, actors, reasons)
-            except (NotSent, PeerDied):
+                version = await self.registry.announce(name, epoch, actors(), reasons)
+            except (NotSent, OutcomeUnknown, Overloaded):
                 if self._clock.monotonic() > give_up_at:
                     raise
                 await asyncio.sleep(TIMEOUTS.wire.retry_s)
