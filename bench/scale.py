@@ -1,6 +1,6 @@
 """One real coordinator, buffer, monitor and registry against many light rollout actors: what grows with their number.
 
-    python bench/scale.py [--actors 100 300] [--step-s 5] [--steps 4] [--tokens 256] [--at-once 16]
+    python bench/scale.py [--actors 100 300] [--step-s 5] [--steps 4] [--tokens 256] [--at-once 0]
     python bench/scale.py --paper
 
 Coordinator, buffer (with its SQLite ledger), monitor and registry are those of a run, each in a process of its own,
@@ -454,7 +454,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=5.0)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--at-once", type=int, default=16, help="engines that adopt at once")
+    parser.add_argument("--at-once", type=int, default=0, help="engines that adopt at once; 0: by itself")
     parser.add_argument("--paper", action="store_true")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)

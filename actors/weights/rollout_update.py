@@ -48,6 +48,8 @@ _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
 }
 
 _UNKNOWN_LINEAGE = -1
+MOST_AT_ONCE = 16
+"""Where nothing is said: they share the trainer's links, and each has a deadline."""
 
 
 @dataclass(slots=True)
@@ -87,10 +89,10 @@ class Adopt:
 class Adoption:
     """See the module's head. Methods raise ValueError for moves that the table does not allow."""
 
-    def __init__(self, *, keeps_newest: bool = True, at_once: int = 1) -> None:
+    def __init__(self, *, keeps_newest: bool = True, at_once: int = 0) -> None:
         """`keeps_newest` False: the newest version too is released once every engine serves it, since the trainer's
         memory is wanted; an engine that comes later has to wait until it is published again. `at_once`: engines that
-        may be in the middle of adopting at the same time."""
+        may be in the middle of adopting at the same time; 0: one in eight, at most MOST_AT_ONCE."""
         self._keeps_newest = keeps_newest
         self.at_once = at_once
         """May be changed at any time; engines that adopt already are left to it."""
@@ -181,7 +183,8 @@ class Adoption:
     def next(self) -> Adopt | None:
         """The engine that is furthest behind and may adopt now, or None. Marks it ADOPTING."""
         newest = self.newest
-        if newest < 0 or len(self.adopting) >= self.at_once:
+        at_once = self.at_once or min(MOST_AT_ONCE, -(-len(self._engines) // 8))
+        if newest < 0 or len(self.adopting) >= at_once:
             return None
         behind = [
             (e.lineage if e.version >= 0 else _UNKNOWN_LINEAGE - 1, e.version, name)

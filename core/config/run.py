@@ -660,9 +660,9 @@ class WeightSettings(Section, frozen=True):
     transfer_s: PositiveFloat = 30.0
     """Seconds one transfer may take; a failed one is repeated once through a new group. tcp: to fetch a version; disk,
     tcp: for a server to read it."""
-    adopt_at_once: PositiveInt = 1
+    adopt_at_once: CountInt = 0
     """Engines that bring a new version in at the same time; the others serve meanwhile. More: all have it sooner, and
-    fewer generate while they wait for it."""
+    fewer generate while they wait for it. 0 = one in eight, at most 16."""
     stall_s: NonNegativeFloat = 20.0
     """Seconds without any progress after which an engine's update is given up and the engine rebuilt, before the
     deadline of the whole phase; 0 = the deadlines only."""

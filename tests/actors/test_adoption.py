@@ -136,6 +136,15 @@ def test_no_more_engines_adopt_at_once_than_may_also_once_the_number_was_lowered
     assert adoption.next() is not None
 
 
+@pytest.mark.parametrize(("num", "at_once"), [(1, 1), (8, 1), (9, 2), (100, 13), (1000, 16)])
+def test_one_in_eight_adopts_at_once_where_nothing_is_said(num: int, at_once: int) -> None:
+    adoption = with_engines(*(f"rollout/{index}" for index in range(num)))
+    adoption.published(manifest(0))
+    while adoption.next() is not None:
+        pass
+    assert len(adoption.adopting) == at_once
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_walk_never_frees_what_is_read_and_always_catches_up(seed: int, at_once: int) -> None:
