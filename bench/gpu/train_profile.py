@@ -407,10 +407,12 @@ def run(work: Work, log: Path, small: Callable[[], None]) -> None:
     kernels, _ = traced(work.score, work.gauge.wait, log)
     work.report.say(f"- log-prob pass: {number(score_s * 1e3)} ms, kernels {number(busy(kernels) / 1e3)} ms\n")
     tell_shares(work.report, kernels)
-    if not work.is_over():
-        small()
     work.report.say(top)
     for name, patches in {**VARIANTS, **(LAST if torch.cuda.is_available() else {})}.items():
+        if patches is JOINT and not work.is_over():  # from here on layers are compiled anew
+            work.report.say("")
+            small()
+            work.report.say(top)
         if work.is_over():
             work.report.say(f"| {name} | no time is left |" + " - |" * (len(head) - 2))
             continue
