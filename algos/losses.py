@@ -145,17 +145,23 @@ def pair_loss(
     beta: float,
     label_smoothing: float = 0.0,
     margin: float = 0.0,
+    center: float = 0.0,
 ) -> PairTerms:
     """Loss of pairs from the sums of log-probs of their answers (`live_P2`, with gradient; `reference_P2`, None for
-    simpo and orpo) and their numbers of tokens. With h = (live - reference) of the better answer less that of the worse
-    one, m = mean log-prob per token, s = log sigmoid, e = label_smoothing:
+    simpo and orpo) and their numbers of tokens, or from their scores r (`live_P2`). With h = (live - reference) of the
+    better answer less that of the worse one, m = mean log-prob per token, s = log sigmoid, e = label_smoothing:
 
         dpo      -(1 - e) s(beta h) - e s(-beta h)                     arXiv 2305.18290, eq. 7; e: its authors' cDPO
         ipo      (h - 1 / (2 beta))^2, h of means per token            arXiv 2310.12036, eq. 17; means as in TRL
         hinge    max(0, 1 - beta h)                                    SLiC, arXiv 2305.10425; RSO, arXiv 2309.06657
         simpo    as dpo with beta (m_better - m_worse) - margin        arXiv 2405.14734, eq. 6
         orpo     -m_better - beta s(log odds of exp m, of both)        arXiv 2403.07691, eq. 6
+        bradley_terry
+                 -s(r_better - r_worse) + center (r_better + r_worse)^2     arXiv 2203.02155, eq. 1; center as in TRL
     """
+    if name == "bradley_terry":
+        loss_P = -functional.logsigmoid(live_P2[:, 0] - live_P2[:, 1]) + center * live_P2.sum(1).square()
+        return PairTerms(loss_P, live_P2.detach())
     means_P2 = live_P2 / lengths_P2
     if name == "orpo":
         odds_P2 = means_P2 - torch.log1p(-means_P2.exp().clamp(max=1 - torch.finfo(means_P2.dtype).eps))

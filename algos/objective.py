@@ -83,7 +83,7 @@ class TokenBatch:
     """One micro-batch: loss tokens of all its samples in a row. T may be 0 (it pads the count)."""
 
     logprobs_T: Tensor
-    """float [T]: live log-probs, with gradient."""
+    """float [T]: live log-probs, with gradient; of kind reward one score for each sample."""
     behaviour_T: Tensor
     """float [T]: the engine's, at the moment of sampling."""
     advantages_T: Tensor
@@ -189,17 +189,19 @@ def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser
         beta=config.beta,
         label_smoothing=config.label_smoothing,
         margin=config.simpo_margin if config.loss == "simpo" else 0.0,
+        center=config.center_coef,
     )
     share = 1 / max(normaliser.samples / 2, 1.0)
     margin_P = terms.rewards_P2[:, 0] - terms.rewards_P2[:, 1]
     means = {"accuracy": (margin_P > 0).to(live_T.dtype), "margin": margin_P}
     for k, name in enumerate(PAIR):
-        means |= {f"rewards/{name}": terms.rewards_P2[:, k], f"logps/{name}": live_P2[:, k].detach()}
+        means |= {f"rewards/{name}": terms.rewards_P2[:, k]}
+        means |= {f"logps/{name}": live_P2[:, k].detach()} if config.kind != "reward" else {}
     loss = terms.loss_P.sum() * share
     return Objective(
         loss=loss,
         parts={name: mean_P.sum() * share for name, mean_P in means.items()},
-        sums={"logprob": live_T.detach().sum()},
+        sums={"logprob": live_T.detach().sum()} if config.kind != "reward" else {},
     )
 
 

@@ -39,7 +39,7 @@ from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
 from .megatron.families import HEAD, MTP, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
-from .rank_backend import named_arrays, sent_type
+from .rank_backend import named_arrays, sent_type, written_config
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
 
@@ -54,8 +54,7 @@ def convert(
     checkpoint, or one of another model or of other names, ModelError for a bad model folder, for a target that holds
     something."""
     target, config = _empty(folder), read_config(model)
-    path, manifest = _described(checkpoint, config)
-    config = config.with_mtp() if manifest.model.get("has_mtp") else config
+    path, manifest, config = _described(checkpoint, config)
     if adapter and not manifest.lora:
         raise TrainError(f"checkpoint {path} has no adapters: it holds all weights", remedy="leave --adapter out")
     if manifest.lora:
@@ -80,7 +79,7 @@ def convert(
         if adapter:
             write_adapter(target, str(Path(model).absolute()), manifest.lora, tensors)
         else:
-            write_folder(target, {**config.source, "dtype": name, "torch_dtype": name}, tensors, tokenizer_from=model)
+            write_folder(target, written_config(config, name, model), tensors, tokenizer_from=model)
     except (ModelError, OSError):
         shutil.rmtree(target, ignore_errors=True)
         raise
@@ -149,19 +148,22 @@ def foreign_checkpoint(place: str | Path) -> Path | None:
     return path
 
 
-def _described(checkpoint: str | Path, config: ModelConfig) -> tuple[Path, Manifest]:
-    """A checkpoint's folder and what it says of itself, with digests compared; that of another program says little."""
+def _described(checkpoint: str | Path, config: ModelConfig) -> tuple[Path, Manifest, ModelConfig]:
+    """A checkpoint's folder, what it says of itself, and the model that it is of, with digests compared; that of
+    another program says little."""
     if path := foreign_checkpoint(checkpoint):
         config.require_own("the Megatron trainer")
         number = int(path.name.removeprefix("iter_")) if path.name != "release" else 0
         nothing: dict[str, Any] = {"model": {}, "world_size": 0, "files": (), "extra": {}}
-        return path, Manifest(format=0, num_updates=number, backend="megatron", **nothing)
+        return path, Manifest(format=0, num_updates=number, backend="megatron", **nothing), config
     path = find_checkpoint(checkpoint)
     manifest = read_manifest(path)
+    config = config.with_mtp() if manifest.model.get("has_mtp") else config
+    config = config.as_scorer() if manifest.model.get("is_scorer") else config
     check_model(path, manifest, config, manifest.backend)
     for entry in manifest.files:
         check_digest(path, entry)
-    return path, manifest
+    return path, manifest, config
 
 
 def _read(path: Path, manifest: Manifest, config: ModelConfig, model: Path) -> Iterator[tuple[str, Tensor]]:

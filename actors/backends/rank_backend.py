@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -20,8 +21,9 @@ from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray, PendingSave, StepStats
 from ...core.samples import TrainShard
 from ..models.adapters import adapter_facts, file_name, write_adapter
-from ..models.hf_folder import export_dtype, write_folder
+from ..models.hf_folder import export_dtype, read_eos_token_ids, write_folder
 from ..models.model_config import ROUTER_BIAS, ModelConfig
+from ..models.tokenizer_files import read_hf_tokenizer
 from .checkpoint import TrainingState
 from .offload import RankOffload
 from .step import Stepper
@@ -53,6 +55,16 @@ def sent_type(name: str, dtype: torch.dtype) -> torch.dtype:
     """The number type of a weight that leaves as `dtype`: a router's correction stays float32. It can be large beside
     its differences, and experts are chosen by these."""
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+
+def written_config(config: ModelConfig, dtype: str, model_path: str | Path) -> dict[str, Any]:
+    """`config.json` of weights of that type that come from the model in `model_path`."""
+    facts = {**config.source, "dtype": dtype, "torch_dtype": dtype}
+    if config.is_scorer:  # transformers scores a text at its last token that is not this one
+        tokenizer = read_hf_tokenizer(model_path)
+        pad = tokenizer.pad_token_id if facts.get("pad_token_id") is None else facts["pad_token_id"]
+        facts["pad_token_id"] = None if pad in (tokenizer.eos_token_id, *read_eos_token_ids(model_path)) else pad
+    return facts
 
 
 WholeTensors = Callable[[bool], Iterator[tuple[str, Tensor]]]
@@ -118,7 +130,7 @@ class Exporter:
                 if is_adapter:
                     write_adapter(folder, self.model_path, self.lora, tensors)
                 else:
-                    facts = {**self.config.source, "dtype": NAME_OF[dtype], "torch_dtype": NAME_OF[dtype]}
+                    facts = written_config(self.config, NAME_OF[dtype], self.model_path)
                     write_folder(folder, facts, tensors, tokenizer_from=self.model_path)
             except (MyxaError, OSError) as error:
                 failure = error

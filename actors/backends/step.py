@@ -78,7 +78,7 @@ class Stepper:
         loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
         started_s = self.clock.monotonic()
         step = TrainingStep.begin(shard, settings)
-        minibatches = self.policy.cut(shard, skips_neutral=skips_neutral(step.objective))
+        minibatches = self.policy.cut(step.shard, skips_neutral=skips_neutral(step.objective))
         self._score_before(step, minibatches)
         for number, micros in list(enumerate(minibatches)) * settings.algo.epochs:
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank

@@ -471,12 +471,13 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "rope_scaling",
     )  # fmt: skip
-    return {name: getattr(config, name) for name in names} | ({"has_mtp": True} if config.has_mtp else {})
+    more = ("has_mtp", "is_scorer")
+    return {name: getattr(config, name) for name in names} | {name: True for name in more if getattr(config, name)}
 
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
     """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
-    for name, ours in identity_of(config).items():
+    for name, ours in {"is_scorer": None, **identity_of(config)}.items():
         theirs = manifest.model.get(name)
         if theirs != ours:
             raise TrainError(

@@ -305,7 +305,7 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
             (into / name).write_bytes(content)
 
 
-MAY_DIFFER = frozenset({"dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
+MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
 HEADS = ("value_head", "score")
 """What a value head is called in a folder: by us, and by transformers' models for classification."""
 
@@ -331,7 +331,7 @@ def check_second_model(key: str, path: str, model: ModelConfig) -> None:
 
 def critic_layers(model: ModelConfig) -> ModelConfig:
     """The configuration of a critic's layers: no vocabulary head, which tied embeddings say."""
-    return replace(model, tie_word_embeddings=True)
+    return replace(model, tie_word_embeddings=True, is_scorer=False)
 
 
 def check_critic(critic: CriticConfig, model: ModelConfig) -> None:

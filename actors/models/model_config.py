@@ -16,8 +16,11 @@ from typing import Any, cast
 from ...core.errors import ConfigError, ModelError
 from ...core.samples import ExpertChoices
 
-PLAIN_TYPES = ("qwen3", "qwen2", "llama", "mistral")
+FAMILY_OF: Mapping[str, str] = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+PLAIN_TYPES = tuple(FAMILY_OF)
 """What the embedded engine and the torch trainer run."""
+LANGUAGE, SCORER = "ForCausalLM", "ForSequenceClassification"
+"""How the names of transformers' classes end."""
 SOFTMAX_MOE_TYPES = ("qwen2_moe", "qwen3_moe")
 SIGMOID_MOE_TYPES = ("glm4_moe", "deepseek_v3")
 """Their routers score each expert by itself, and choose after adding a correction to the scores."""
@@ -128,6 +131,8 @@ class ModelConfig:
     """Whether a sigmoid of the token weighs what the shared expert gives (Qwen2-MoE)."""
     has_mtp: bool = False
     """Whether the layer behind the last one, which predicts the token after the next, counts as part of the model."""
+    is_scorer: bool = False
+    """Whether one score of a text, read off its last token, takes the place of the vocabulary's head."""
     foreign: str = ""
     """What our own code does not compute of this model, whose sizes serve estimates; empty: it computes all."""
     folder_shapes: Mapping[str, tuple[int, ...]] = field(
@@ -149,6 +154,16 @@ class ModelConfig:
                 remedy=f"leave it out, or use a model of type {' or '.join(MTP_FAMILIES)} with one such layer",
             )
         return replace(self, has_mtp=True)
+
+    def as_scorer(self) -> ModelConfig:
+        """A reward model of the same layers: what transformers and SGLang load as a classifier with one label."""
+        names = [*(self.source.get("architectures") or ()), FAMILY_OF.get(self.model_type, "") + LANGUAGE]
+        said = {
+            "architectures": [str(names[0]).replace(LANGUAGE, SCORER)],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+        return replace(self, is_scorer=True, source={**self.source, **said})
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
@@ -175,7 +190,9 @@ class ModelConfig:
             if self.has_post_norms:
                 shapes[prefix + "post_mlp_layernorm.weight"] = (hidden,)
         shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings:
+        if self.is_scorer:
+            shapes["score.weight"] = (1, hidden)
+        elif not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
@@ -235,6 +252,11 @@ class ModelConfig:
 
     def require_own(self, who: str) -> None:
         """Raise ModelError if our own code, which `who` runs, does not compute this model."""
+        if self.is_scorer:
+            raise ModelError(
+                f"{who} does not run this model: it scores texts and predicts no tokens",
+                remedy='use a language model, or train this one with algo.kind = "reward"',
+            )
         if self.foreign:
             raise ModelError(
                 f"{who} does not run this model: {self.foreign}",
@@ -370,6 +392,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         fp8_block=fp8_block(source),
         eos_token_ids=fields.ids("eos_token_id"),
+        is_scorer=SCORER in str(fields.get("architectures")),
         source=read | {"model_type": model_type},
     )
     if config.num_heads % config.num_kv_heads:

@@ -45,10 +45,18 @@ class _Span:
 
 
 def demonstrate(
-    tokenizer: Tokenizer, renderer: TurnRenderer, prompt: Sequence[Message], turns: Sequence[Message], tools: Tools = ()
+    tokenizer: Tokenizer,
+    renderer: TurnRenderer,
+    prompt: Sequence[Message],
+    turns: Sequence[Message],
+    tools: Tools = (),
+    *,
+    is_whole: bool = False,
 ) -> Demonstrated:
-    """Raises DataError for a conversation that the template writes otherwise than it would be learnt."""
-    return _Writer(tokenizer, renderer, (*prompt, *turns), tools).write(len(prompt))
+    """`is_whole`: with what the template writes behind the last turn, which is not learnt. Raises DataError for a
+    conversation that the template writes otherwise than it would be learnt."""
+    found = _Writer(tokenizer, renderer, (*prompt, *turns), tools)
+    return found.write(len(prompt), is_whole=is_whole)
 
 
 class _Writer:
@@ -64,7 +72,7 @@ class _Writer:
         self._ids = tokenizer.encode(self._text)
         self._boundaries = {len(self._text): len(self._ids)}
 
-    def write(self, num_before: int) -> Demonstrated:
+    def write(self, num_before: int, *, is_whole: bool) -> Demonstrated:
         learnt = [at for at in range(num_before, len(self._messages)) if self._messages[at].is_learnt]
         if not learnt:
             raise DataError("no turn of the demonstration is learnt", remedy="switch a turn of the assistant on")
@@ -80,6 +88,9 @@ class _Writer:
                 raise self._refusal(at, "marks nothing of it as the model's ({% generation %})")
         if spans[-1].needs_end:
             ids, mask = [*ids, self._tokenizer.eos_token_ids[0]], [*mask, 1]
+        elif is_whole:
+            mask += [0] * (len(self._ids) - len(ids))
+            ids = self._ids
         return Demonstrated(ids, mask, self._boundary(spans[0].start))
 
     def _span(self, at: int) -> _Span:

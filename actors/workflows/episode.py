@@ -621,10 +621,12 @@ class Episode:
             temperature=self._recorded_at if self._temperature is None else self._temperature,
         )
 
-    def demonstration(self, turns: Sequence[Message], *, loss_weight: float = 1.0) -> Sample:
+    def demonstration(self, turns: Sequence[Message], *, loss_weight: float = 1.0, is_whole: bool = False) -> Sample:
         """A sample of given turns, with the ids that the template writes of the whole: assistant's turns get loss mask
-        1, all else 0. Learnt as in supervised fine-tuning. Raises PromptTooLong, DataError, TemplateError."""
-        shown = demonstrate(self._tokenizer, self._renderer, self._prompt.messages, turns, self._prompt.tools)
+        1, all else 0. Learnt as in supervised fine-tuning. `is_whole`: with what the template writes behind the last
+        turn. Raises PromptTooLong, DataError, TemplateError."""
+        prompt = self._prompt
+        shown = demonstrate(self._tokenizer, self._renderer, prompt.messages, turns, prompt.tools, is_whole=is_whole)
         if self._model.context_length < len(shown.ids):
             raise PromptTooLong(
                 f"demonstration of row {self._prompt.row} has {len(shown.ids)} tokens with its prompt, "

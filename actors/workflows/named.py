@@ -38,7 +38,7 @@ async def replay_demonstration(ctx: WorkflowContext, prompt: Prompt) -> Sample:
 
 async def replay_pair(ctx: WorkflowContext, prompt: Prompt) -> Sample:
     """One answer of a pair as a sample, with reward 1 if it is the better one, else 0."""
-    sample = ctx.episode.demonstration(shown_turns(prompt, PAIR[ctx.index]))
+    sample = ctx.episode.demonstration(shown_turns(prompt, PAIR[ctx.index]), is_whole=True)
     return msgspec.structs.replace(sample, loss="algo", reward=float(ctx.index == 0))
 
 

@@ -41,7 +41,7 @@ FILTER_BUILTINS = ("zero_variance", "none")
 SAMPLE_FILTER_BUILTINS = ("none", "truncated")
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "sft"]
-PairLoss = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
+PairLoss = Literal["dpo", "ipo", "hinge", "simpo", "orpo", "bradley_terry"]
 LossName = Literal["auto"] | PolicyLoss | PairLoss
 Correction = Literal["auto", "none", "behaviour", "decoupled", "tis", "icepop", "mis"]
 Reduction = Literal["token", "rollout", "constant"]
@@ -50,14 +50,14 @@ KlPlace = Literal["loss", "reward", "advantage"]
 KlKind = Literal["k1", "k2", "k3"]
 AlgoKind = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft",
-    "dpo",
+    "dpo", "reward",
 ]  # fmt: skip
 TOKEN_REWARD_KINDS: tuple[AlgoKind, ...] = ("ppo", "reinforce_pp", "reinforce_pp_baseline")
 """Algorithms with a reward for each token: it has a place for a KL term, and their advantages, which have no other
 baseline, are whitened over the batch."""
 COMPARING_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Algorithms that compare the samples of a group: it needs two at least."""
-PAIR_KINDS: tuple[AlgoKind, ...] = ("dpo",)
+PAIR_KINDS: tuple[AlgoKind, ...] = ("dpo", "reward")
 """Algorithms that learn which of two answers is better."""
 PAIRS, PAIR_LOSSES = ",".join(PAIR_KINDS), ",".join(get_args(PairLoss))
 GIVEN_KINDS: tuple[AlgoKind, ...] = ("sft", *PAIR_KINDS)
@@ -67,7 +67,7 @@ REFERENCE_LOSSES: tuple[LossName, ...] = ("dpo", "ipo", "hinge")
 NORMALISED_KINDS: tuple[AlgoKind, ...] = ("grpo", "dapo", "gspo", "cispo")
 """Algorithms that divide by a standard deviation of rewards."""
 LOSS_OF_KIND: Mapping[AlgoKind, LossName] = {
-    "gspo": "gspo", "cispo": "cispo", "sft": "sft", "dpo": "dpo",
+    "gspo": "gspo", "cispo": "cispo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry",
 }  # fmt: skip
 """The loss that loss = "auto" means; ppo for all others."""
 
@@ -101,6 +101,7 @@ DEFAULTS_OF_KIND: Mapping[AlgoKind, KindDefaults] = {
     "rloo": KindDefaults(0.2, 0.2, "constant", "zero_variance", "arXiv 2402.14740, eq. 8"),
     "sft": KindDefaults(0.2, 0.2, "token", "none", "cross entropy"),
     "dpo": KindDefaults(0.2, 0.2, "rollout", "none", "a mean over pairs; arXiv 2305.18290, eq. 7"),
+    "reward": KindDefaults(0.2, 0.2, "rollout", "none", "a mean over pairs; arXiv 2203.02155, eq. 1"),
 }
 """The zero-variance filter serves algorithms that live from differences inside a group; for the others a group of equal
 rewards is a lesson like any other."""
@@ -158,6 +159,8 @@ class AlgoConfig(Section, frozen=True):
     """Share of the pairs that is thought to be the wrong way round, for the dpo (then cDPO) and simpo losses."""
     simpo_margin: NonNegativeFloat = 0.5
     """Margin of rewards that the simpo loss draws to (its gamma)."""
+    center_coef: NonNegativeFloat = 0.0
+    """reward: weight of the squared sum of a pair's two scores, which holds them around 0; 0 = off."""
     dual_clip: DualClip = 0.0
     """Bound (> 1) on the loss of negative advantages, for the ppo and gspo losses; 0 = off."""
     correction: Correction = "auto"
@@ -336,6 +339,10 @@ class AlgoConfig(Section, frozen=True):
         'loss!=auto,sft needs kind!=sft: use "auto"',
         f"loss={PAIR_LOSSES} needs kind={PAIRS}: it compares pairs",
         f"loss=auto,{PAIR_LOSSES} for kind={PAIRS}",
+        "loss=bradley_terry needs kind=reward: it compares scores",
+        "loss=auto,bradley_terry for kind=reward",
+        "beta ref_path ref_urls ref_update_every needs kind!=reward: scores are compared with nothing else",
+        "center_coef needs kind=reward",
         f"beta needs kind={PAIRS}",
         "simpo_margin needs loss=simpo",
         "ref_path ref_urls ref_update_every needs loss!=simpo,orpo: they compare with no reference model",

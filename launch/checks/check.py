@@ -100,7 +100,8 @@ class CheckedRun:
 
 def model_of(run: CheckedRun) -> ModelConfig | None:
     try:
-        return read_config(run.config.model.path, has_mtp=run.config.megatron.mtp > 0)
+        model = read_config(run.config.model.path, has_mtp=run.config.megatron.mtp > 0)
+        return model.as_scorer() if run.config.algo.kind == "reward" else model
     except MyxaError:
         return None
 

@@ -349,6 +349,7 @@ def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterat
 def _own_code(config: RunConfig, model: ModelConfig, kinds: Collection[tuple[str, str]]) -> Iterator[Finding]:
     """Whether our own code computes the model, and samples so long."""
     own = {place: who for place, who in COMPUTE.items() if place in kinds}
+    model = replace(model, is_scorer=model.is_scorer and config.algo.kind != "reward")
     if config.trainer.impl == "hf":
         own.pop(("trainer", "torch"), None)
     if not config.generates:

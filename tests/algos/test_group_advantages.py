@@ -32,7 +32,7 @@ def by_hand(kind: str, rewards: list[float], groups: list[int], normalise: str) 
             out.append(reward - statistics.fmean(mates))
         elif kind == "sft":
             out.append(1.0)
-        elif kind == "dpo":
+        elif kind in ("dpo", "reward"):
             out.append(float(np.sign(reward - statistics.fmean(mates))))
         else:
             out.append(reward)

@@ -15,7 +15,7 @@ from myxa.algos.ratios import Segments
 from myxa.core.config import AlgoConfig
 from myxa.core.errors import TrainError
 
-BETA, SMOOTHING, MARGIN = 0.3, 0.2, 0.7
+BETA, SMOOTHING, MARGIN, CENTER = 0.3, 0.2, 0.7, 0.01
 
 
 def batch(seed: int, *, num_pairs: int = 5) -> tuple[TokenBatch, list[tuple[int, int]]]:
@@ -58,6 +58,8 @@ def by_hand(name: str, tokens: TokenBatch, pairs: list[tuple[int, int]]) -> Tens
         elif name == "simpo":
             gap = live[0].mean() - live[1].mean() - MARGIN / BETA
             loss = -logsigmoid(BETA * gap) * (1 - SMOOTHING) - logsigmoid(-BETA * gap) * SMOOTHING
+        elif name == "bradley_terry":
+            loss = -logsigmoid(chosen - rejected) + CENTER * (chosen + rejected) ** 2
         else:
             a, b = live[0].mean(), live[1].mean()
             odds = (a - b) - (torch.log1p(-torch.exp(a)) - torch.log1p(-torch.exp(b)))
@@ -67,12 +69,14 @@ def by_hand(name: str, tokens: TokenBatch, pairs: list[tuple[int, int]]) -> Tens
 
 
 def config(name: str) -> AlgoConfig:
+    if name == "bradley_terry":
+        return objective_config(AlgoConfig(kind="reward", center_coef=CENTER))
     more = {"label_smoothing": SMOOTHING} if name in ("dpo", "simpo") else {}
     more |= {"simpo_margin": MARGIN} if name == "simpo" else {}
     return objective_config(AlgoConfig.model_validate({"kind": "dpo", "loss": name, "beta": BETA, **more}))
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "orpo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "orpo", "bradley_terry"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_loss_and_gradient_are_those_of_the_formula(name: str, seed: int) -> None:
     tokens, pairs = batch(seed)

@@ -26,6 +26,7 @@ from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.trainer.step_plan import StepPlanOptions, plan_step
 from myxa.algos.objective import objective_config
 from myxa.core.config import AlgoConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from myxa.core.config.learning import PAIR_KINDS
 from myxa.core.errors import MyxaError
 from myxa.core.samples import Group, Message, Prompt, Sample, TrainShard
 
@@ -94,7 +95,7 @@ def make_shards(
     if is_served:
         algo = algo.model_copy(update={"ref_urls": ("http://teacher:1",)})
     options = StepPlanOptions(algo, num_ranks=num_ranks, max_tokens=max_tokens, minibatches=minibatches)
-    if kind != "dpo":
+    if kind not in PAIR_KINDS:
         return plan_step(seed, make_groups(seed, **groups), options)
     pairs = make_groups(seed, num_samples=2, with_tools=False, **groups)
     right = np.asarray([1, 0], np.float32)
@@ -236,6 +237,8 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
         keep(out / "weights_again.npz", weights_of(backend))
         keep_critic(out, "critic_again", backend)
         backend.export_hf(str(out / "hf"))
+        if kind in PAIR_KINDS:  # a pair without signs is refused before its loss is made
+            return result
         result["error"] = refusal(backend, poisoned(shards[0], rank=spec["num_ranks"] - 1, own=rank))
         keep(out / "weights_after_nan.npz", weights_of(backend))
         keep_critic(out, "critic_after_nan", backend)

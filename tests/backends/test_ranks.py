@@ -67,6 +67,18 @@ def load(place: Gang, name: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_reward_model_is_trained_and_exported_as_by_one_process(run_gang: Callable[..., Gang], strategy: str) -> None:
+    algo = {"kind": "reward", "batch_size": 6, "minibatches": 2}
+    gangs = run_gang(1, strategy, algo, None), run_gang(2, strategy, algo, None)
+    test_metrics_agree_with_one_process_and_between_ranks(gangs)
+    close(load(gangs[1], "weights"), load(gangs[0], "weights"), 1e-5)
+    test_going_on_from_a_checkpoint_gives_the_same_bits(gangs)
+    one, many = (load_file(gang[0] / "hf" / "model.safetensors") for gang in gangs)
+    assert np.abs(one["score.weight"]).max() > 1e-4, "it began at zero"
+    close(many, one, 1e-5)
+
+
 def test_metrics_agree_with_one_process_and_between_ranks(gangs: tuple[Gang, Gang]) -> None:
     (_, (alone,)), (_, ranks) = gangs
     for step, expected in enumerate(alone["metrics"]):

@@ -6,9 +6,12 @@ import contextlib
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,11 +22,14 @@ from tests.harness.run_job import metrics, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.completions import Completion
 from myxa.core.config import load_config
 from myxa.core.errors import DataError, MyxaError
+from myxa.core.samples import Message
 
 pytestmark = pytest.mark.timeout(120)
-RECIPES = Path(__file__).parents[2] / "examples" / "pairs"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES, EXAMPLE = EXAMPLES / "pairs", EXAMPLES / "reward_model"
 
 
 def asked(text: str) -> list[dict[str, str]]:
@@ -41,7 +47,7 @@ def recipe(folder: Path) -> Path:
 
 
 def num_steps(folder: Path) -> int:
-    found = list((folder / "runs").glob("dpo-*/metrics.jsonl"))
+    found = list((folder / "runs").glob("*-*/metrics.jsonl"))
     return len({row["step"] for path in found for row in metrics(path.parent) if "train/loss" in row["values"]})
 
 
@@ -63,16 +69,47 @@ def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> N
     assert trained == [(draw, 2) for draw in range(48)]  # 8 rows, 6 passes
 
 
-def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(tmp_path: Path) -> None:
-    file = recipe(tmp_path)
-    more = ("data.max_passes=20", "run.num_steps=40", "trainer.checkpoint_every=3")
-    with Command(["up", str(file), *(part for one in more for part in ("--set", one))], tmp_path) as process:
+def killed_twice(folder: Path, file: Path, *more: str) -> Path:
+    """The folder of a run of 40 steps that lost its trainer and its rollout actor."""
+    sets = ("run.num_steps=40", "trainer.checkpoint_every=3", *more)
+    with Command(["up", str(file), *(part for one in sets for part in ("--set", one))], folder) as process:
         for name, after in (("trainer/0", 5), ("rollout/0", 12)):
-            wait_until(lambda after=after: num_steps(tmp_path) > after, f"step {after}")
+            wait_until(lambda after=after: num_steps(folder) > after, f"step {after}")
             os.kill(worker_pids(process.pid, name)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=90)
     assert process.returncode == 0, said
-    (run_dir,) = (tmp_path / "runs").glob("dpo-*")
+    (run_dir,) = (folder / "runs").glob("*-*")
+    return run_dir
+
+
+def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example, whose reward function then loads what was exported."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
+    subprocess.run([sys.executable, "pairs.py"], cwd=tmp_path, check=True, timeout=30)
+    make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
+    run_dir = killed_twice(tmp_path, tmp_path / "reward.toml")
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
+        trained = ledger.execute("select draw, step from groups where step >= 0").fetchall()
+    assert sorted(draw for draw, _ in trained) == list(range(640))
+    shutil.copytree(run_dir / "export", tmp_path / "judge")
+    score = runpy.run_path(str(tmp_path / "score.py"))["score"]
+
+    def judged(row: dict[str, str], name: str) -> float:
+        answer = Message(role="assistant", content=row[name])
+        asked = (Message(role="user", content=row["prompt"]),)
+        said = Completion(group_id=0, index=0, messages=asked, prompt="", text=row[name], conversation=(answer,))
+        return score(said)
+
+    rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
+    right = [judged(row, "chosen") > judged(row, "rejected") for row in rows]
+    assert sum(right) / len(right) > 0.7
+
+
+def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(tmp_path: Path) -> None:
+    run_dir = killed_twice(tmp_path, recipe(tmp_path), "data.max_passes=20")
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
         trained = ledger.execute("select draw, step from groups where step >= 0").fetchall()
     assert sorted(draw for draw, _ in trained) == list(range(160)), "20 passes over 8 rows, in the last lineage"
@@ -139,8 +176,17 @@ def test_a_row_that_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: di
         ("algo.label_smoothing=0.5", "algo.label_smoothing"),
         ("rollout.num_samples=4", "rollout.num_samples"),
         ("data.preset=chat", "data.preset"),
+        ("data.chosen_key=good data.preset=slime", "data.chosen_key"),
+        ("algo.center_coef=0.1", "algo.center_coef"),
+        ("algo.loss=bradley_terry", "algo.loss"),
+        ("algo.kind=reward algo.beta=0.2", "algo.beta"),
+        ("algo.kind=reward algo.loss=dpo", "algo.loss"),
+        ("algo.kind=reward algo.ref_path=model", "algo.ref_path"),
+        ("algo.kind=reward roles.trainer.kind=megatron", "roles.trainer.kind"),
+        ("algo.kind=reward trainer.impl=hf", "trainer.impl"),
+        ("algo.kind=reward lora.rank=4", "lora.rank"),
     ],
 )
 def test_what_does_not_go_with_pairs_is_named(tmp_path: Path, change: str, says: str) -> None:
     with pytest.raises(MyxaError, match=says):
-        load_config(recipe(tmp_path), [change])
+        load_config(recipe(tmp_path), change.split())

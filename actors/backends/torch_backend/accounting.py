@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
 from pydantic import ValidationError
@@ -50,7 +51,7 @@ from ....core.samples import LossPart, Sample, TrainShard
 from ...trainer.knobs import STEP_TUNABLES
 from ...user_code.functions import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
 from ..vocab_scores import TokenScores
-from .layout import MicroBatch, batch_of, check_samples, trained_members
+from .layout import MicroBatch, batch_of, check_samples, to_score, trained_members
 from .tensors import floats
 from .world import RankGroup, World
 
@@ -483,6 +484,8 @@ class TrainingStep:
     @classmethod
     def begin(cls, shard: TrainShard, settings: StepSettings) -> Self:
         objective = objective_config(settings.algo, max(1, len(shard.minibatches)))
+        if objective.kind == "reward":
+            shard = msgspec.structs.replace(shard, samples=tuple(map(to_score, shard.samples)))
         return cls(shard, settings, objective, MetricSums())
 
     def normalisers(self, number: int) -> dict[LossPart, Normaliser]:

@@ -8,6 +8,7 @@ the same order on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from .accounting import ReferenceModel, agree_on_source, load_functions
 from .checkpoint import TorchState
-from .critic import Critic, ValueModel, load_value_model
+from .critic import Critic, ScoreModel, ValueModel, load_value_model
 from .model import CausalLM, PolicyModel, linear_cost, load_weights
 from .offload import TorchOffload
 from .parallel import Replica, TorchModel
@@ -49,8 +50,10 @@ class TorchBackend(RankBackend[RankSettings]):
         functions = load_functions(config.algo)
         settings = config.step_settings(functions)
         model_config = read_config(config.model_path)
+        is_scorer = config.algo.kind == "reward"
         if config.trainer.impl == "own":
-            model_config.require_plain("the torch trainer")
+            replace(model_config, is_scorer=model_config.is_scorer and not is_scorer).require_plain("the torch trainer")
+        model_config = model_config.as_scorer() if is_scorer else model_config
         check_second_model("algo.ref_path", config.algo.ref_path, model_config)
         check_second_model("critic.path", config.critic.path, model_config)
         device = self._device()
@@ -129,6 +132,10 @@ class TorchBackend(RankBackend[RankSettings]):
             from .hf_model import TransformersModel  # seconds of import
 
             return TransformersModel(folder, model_config, dtype=dtype, recomputes=recomputes)
+        if model_config.is_scorer:
+            scorer = ScoreModel(model_config, dtype=dtype, recomputes=recomputes)
+            load_value_model(scorer, folder, critic_layers(model_config))
+            return scorer
         module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
         load_weights(module, folder, model_config)
         if self._config.lora.rank and is_trained:  # masters are for what is trained

@@ -1,7 +1,8 @@
 """The critic of a trainer rank: values before the step, the loss of a micro-batch in it, metrics after it.
 
 The formulas are in `algos/losses.py`. The critic's model is the policy's decoder with one number read off each state,
-in float32; its parameters are named as in the policy's folder, the head is `value_head`.
+in float32; its parameters are named as in the policy's folder, the head is `value_head`. A reward model is the same
+with a head `score`, in the policy's place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ....core.config import CriticConfig, OptimizerConfig
 from ....core.errors import TrainError
 from ...models.hf_folder import open_weights, value_head_in
 from ...models.model_config import ModelConfig
+from ..vocab_scores import TokenScores
 from .accounting import MetricSums, learning_rate
 from .layout import Layout, MicroBatch
 from .model import Linear, PackedModel
@@ -88,13 +90,30 @@ class ValueModel(PackedModel):
         return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
 
 
-def load_value_model(module: ValueModel, folder: str, layers: ModelConfig) -> None:
+class ScoreModel(PackedModel):
+    """A reward model. `forward` gives the score of the text before each of a layout's loss tokens, in place of the
+    token's log-prob."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
+        super().__init__(config, dtype=dtype, recomputes=recomputes)
+        self.score = Linear(config.hidden_size, 1)
+
+    def exact_parts(self) -> tuple[nn.Module, ...]:
+        return (self.score,)
+
+    def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
+        score_M = self.score(self.hidden_Mh(layout).float()).squeeze(-1).clone()
+        return TokenScores(score_M, torch.zeros_like(score_M))
+
+
+def load_value_model(module: ValueModel | ScoreModel, folder: str, layers: ModelConfig) -> None:
     """Copy a folder's weights into the float32 masters; what its head does not hold begins at zero. Raises ModelError
     if they do not fit."""
+    own = module.value_head if isinstance(module, ValueModel) else module.score
     parameters = dict(module.named_parameters())
     with torch.no_grad(), open_weights(folder, layers) as tensors:
         for name in layers.tensor_shapes():
             parameters[name].copy_(from_bytes(tensors[name]))
         head = value_head_in(tensors, layers, folder)
-        for name, parameter in module.value_head.named_parameters():
+        for name, parameter in own.named_parameters():
             parameter.copy_(from_bytes(head[name])) if name in head else parameter.zero_()

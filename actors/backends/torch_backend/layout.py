@@ -24,8 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from ....algos.ratios import Segments
 from ....core.errors import TrainError
-from ....core.samples import F32, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
+from ....core.samples import F32, NO_VERSION, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
 from ..vocab_scores import Temperature
 from .tensors import from_array
 
@@ -383,6 +384,18 @@ def _parts(samples: Sequence[TrainSample], counts: I64, device: torch.device) ->
         return {}
     names = np.repeat([s.loss for s in samples], counts)
     return {s.loss: from_array(np.flatnonzero(names == s.loss)).to(device) for s in samples}
+
+
+def to_score(sample: TrainSample) -> TrainSample:
+    """The sample with one loss token, behind its last: the state before it, which is the last token's, is scored."""
+    longer = {
+        "response_ids": (sample.response_ids, 0),
+        "logprobs": (sample.logprobs, 0),
+        "versions": (sample.versions, NO_VERSION),
+        "loss_mask": (np.zeros_like(sample.loss_mask), 1),
+    }
+    found = {name: np.append(row, np.asarray(end, row.dtype)) for name, (row, end) in longer.items()}
+    return msgspec.structs.replace(sample, **cast("dict[str, Any]", found))
 
 
 def group_numbers(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
