@@ -11,6 +11,7 @@
 #   lora_rollout  adapters that SGLang holds, beside merged weights  1 GPU, SGLang, 420 s
 #   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
 #   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
+#   async_balanced  the same, training as long as generating  1 GPU (colocated) or 2, SGLang, 180 s
 #   long_tail  lognormal lengths, eta 2 against eta 0     1 GPU (colocated) or 2, SGLang, 200 s
 #   engine_start  a launched server's phases, started twice  1 GPU, SGLang, 260 s
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
@@ -100,7 +101,7 @@ declare -A script=(
   [lora_rollout]=lora_rollout.py
   [topologies]=topologies.py
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train_profile]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
-  [async20]=async20.py [long_tail]=long_tail.py [engine_start]=engine_start.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
+  [async20]=async20.py [async_balanced]=async20.py [long_tail]=long_tail.py [engine_start]=engine_start.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
   [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
@@ -112,7 +113,7 @@ declare -A script=(
 declare -A limit=(
   [lora_rollout]=430
   [topologies]=300 [weights_experts_fp8]=240
-  [facts]=60 [rollout]=270 [train]=270 [train_profile]=262 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train_profile]=262 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
@@ -122,7 +123,7 @@ declare -A limit=(
 declare -A gpus=(
   [lora_rollout]=1
   [topologies]=2 [weights_experts_fp8]=2
-  [facts]=1 [rollout]=1 [train]=1 [train_profile]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [long_tail]=1 [engine_start]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
+  [facts]=1 [rollout]=1 [train]=1 [train_profile]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [async_balanced]=1 [long_tail]=1 [engine_start]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_colocated_one]=2 [memory_colocated_tp]=2
@@ -131,7 +132,7 @@ declare -A gpus=(
 declare -A modules=(
   [lora_rollout]=sglang
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
-  [facts]="" [rollout]=sglang [train]="" [train_profile]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
+  [facts]="" [rollout]=sglang [train]="" [train_profile]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
@@ -148,6 +149,7 @@ declare -A arguments=(
   [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
+  [async_balanced]="--balanced --placement $placement --engine $engine --backend $backend"
   [long_tail]="--placement $placement --engine $engine --backend $backend" [engine_start]="--backend $backend"
   [weights]="--placement $placement --backend $backend" [weights_experts]="" [weights_experts_fp8]="--fp8" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [speculative]="" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
@@ -168,7 +170,7 @@ declare -A dry_arguments=(
   [lora]="--part lora --checkpoint --cases torch:0.6b:4,torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [async20]="--engine attach --set run.num_steps=4" [long_tail]="--engine attach --steps 6" [engine_start]="--steps 2" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16" [speculative]="--engine attach --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
+  [async20]="--engine attach --set run.num_steps=4" [async_balanced]="--balanced --engine attach --set run.num_steps=12" [long_tail]="--engine attach --steps 6" [engine_start]="--steps 2" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16" [speculative]="--engine attach --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"

@@ -1,18 +1,24 @@
 """20 asynchronous steps of a model of 0.6B's shape (random weights, a reward with spread and no meaning): how fast.
 
 python async20.py [--placement colocated|two] [--engine launched|attach] [--backend torch|megatron] [--device cpu]
-                  [--traffic]
+                  [--traffic] [--balanced]
 
-`--traffic`: also what a step sends in messages, counted as by bench/step_traffic.py.
+`--balanced`: each batch is trained twice, so that training takes about as long as generating: what is left of waiting,
+and what of the trainer's time has no name; the run is asked why, on the way. `--traffic`: also what a step sends in
+messages, counted as by bench/step_traffic.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import string
+import subprocess
 import sys
+import threading
+from collections.abc import Generator
 from pathlib import Path
 
 from figures import Report, parser, work_folder
@@ -27,6 +33,8 @@ from trial_runs import (
     chosen,
     engine_for,
     facts_of,
+    has_begun,
+    newest_run,
     overrides,
     stage,
     up,
@@ -35,6 +43,7 @@ from trial_runs import (
 BENCH = Path(__file__).resolve().parent.parent
 NUM_STEPS = 20
 PROMPT_LETTERS = 120
+ASK_S = 3.0
 
 
 def write_prompts(path: Path, num: int, seed: int) -> None:
@@ -52,16 +61,42 @@ def run_sets(choice: Choice, url: str) -> list[str]:
     return [*sets, *overrides(choice, url)]
 
 
+@contextlib.contextmanager
+def asking(runs: Path) -> Generator[list[str]]:
+    """While it is open the newest run is asked every few seconds what holds it back; its answers."""
+    said: list[str] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.wait(ASK_S):
+            run_dir = newest_run(runs)
+            if run_dir is None or not has_begun(run_dir):
+                continue
+            words = [sys.executable, "-m", "myxa.launch", "why", "--run", str(run_dir)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+            if done.returncode == 0:
+                said.append(" / ".join(done.stdout.split("\n")[:2]))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield said
+    finally:
+        is_over.set()
+        thread.join(30)
+
+
 def main() -> None:
     args = parser(__doc__)
     add_choices(args)
     args.add_argument("--shape", default="0.6b")
     args.add_argument("--limit", type=float, default=280.0)
     args.add_argument("--traffic", action="store_true")
+    args.add_argument("--balanced", action="store_true")
     options = args.parse_args()
     choice = chosen(options)
-    report = Report(f"async20_{options.placement}", is_dry=choice.is_cpu)
-    work = work_folder() / f"async20_{options.placement}"
+    name = f"{'async_balanced' if options.balanced else 'async20'}_{options.placement}"
+    report, work = Report(name, is_dry=choice.is_cpu), work_folder() / name
     stage(work, "async20.toml", "spread_reward.py", launches=choice.launches)
     watch = Stopwatch(report)
     config = make_apart(work / "model", "dry" if choice.is_cpu else options.shape, options.device)
@@ -75,7 +110,9 @@ def main() -> None:
         with engine_for(choice, work / "model", work / "server.log", mem_fraction=0.25) as server:
             url = server.wait() if server is not None else ""
             watch.lap("server")
-            run_dir = up(work / "async20.toml", run_sets(choice, url), limit_s=options.limit, more=program)
+            sets = [*run_sets(choice, url), *(["algo.epochs=2"] if options.balanced else [])]
+            with asking(work / "runs" / "async20") if options.balanced else contextlib.nullcontext([]) as said:
+                run_dir = up(work / "async20.toml", sets, limit_s=options.limit, more=program)
             watch.lap("run")
     except (RunFailedError, ServerDiedError) as error:
         report.failed(str(error))
@@ -87,6 +124,11 @@ def main() -> None:
         from step_traffic import per_step, table
 
         report.say(table({f"async20, {options.shape}": per_step(run_dir)}))
+    if options.balanced:
+        for text in said[-3:]:
+            report.say(f"- myxa why: {text}")
+        report.goal("idle share of the trainer", sum(run.idle["trainer/0"].values()), at_most=0.05)
+        report.goal("share of the trainer's time that has a name", 1 - run.nameless["trainer/0"], at_least=0.95)
     report.goal("steps", float(len(run.steps)), at_least=NUM_STEPS)
     report.end()
 

@@ -42,7 +42,9 @@ class Run:
     others: dict[str, list[float]] = field(default_factory=dict)
     """Metrics of the weight channel and its sync by any actor."""
     idle: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Actor -> kind of waiting -> share of its time while the run was running."""
+    """Actor -> kind of waiting -> share of its time from the end of the first steps on."""
+    nameless: dict[str, float] = field(default_factory=dict)
+    """Actor -> share of its time then that is neither work nor waiting."""
 
     def column(self, name: str) -> list[float]:
         """A metric of the trainer's steps, the first ones left out."""
@@ -82,10 +84,13 @@ def read_run(run_dir: Path) -> Run:
     times: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for point in lines(run_dir / "metrics.jsonl"):
         _take(run, point, times)
+    walls = [run.steps[step][0] for step in sorted(run.steps)]
+    warm_s = walls[SKIPPED_STEPS - 1] if len(walls) > SKIPPED_STEPS else run.started_s
     for actor, points in sorted(times.items()):
-        shares = _idle(points, run.started_s)
+        shares = _shares(points, warm_s)
         if shares:
-            run.idle[actor] = shares
+            run.nameless[actor] = shares["other"]
+            run.idle[actor] = {kind: shares[kind] for kind in WAITING}
     _read_spans(run)
     return run
 
@@ -106,16 +111,16 @@ def _take(run: Run, point: dict[str, Any], times: dict[str, list[tuple[float, di
             run.others.setdefault(name, []).append(value)
 
 
-def _idle(points: list[tuple[float, dict[str, float]]], started_s: float) -> dict[str, float]:
-    """Shares of waiting between the first report after the start and the last."""
-    later = [values for wall_s, values in points if wall_s >= started_s]
+def _shares(points: list[tuple[float, dict[str, float]]], begin_s: float) -> dict[str, float]:
+    """Shares of all kinds of time between the first report after that time and the last."""
+    later = [values for wall_s, values in points if wall_s >= begin_s]
     if len(later) < 2:
         return {}
     first, last = later[0], later[-1]
     kinds = (*WAITING, "compute", "other")
     spent = {kind: last.get(f"time/{kind}", 0.0) - first.get(f"time/{kind}", 0.0) for kind in kinds}
     total = sum(spent.values())
-    return {kind: spent[kind] / total for kind in WAITING} if total > 0 else {}
+    return {kind: each / total for kind, each in spent.items()} if total > 0 else {}
 
 
 def _read_spans(run: Run) -> None:
