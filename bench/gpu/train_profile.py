@@ -394,8 +394,8 @@ class Work:
         return step_s, score_s
 
 
-def run(work: Work, log: Path, small: Callable[[], None]) -> None:
-    """As it is, the trace, single parts (`small`), variants."""
+def run(work: Work, log: Path, small: Callable[[], None], last: Callable[[], None]) -> None:
+    """As it is, the trace, single parts (`small`, `last`), variants."""
     head = ("variant", "step ms", "tokens/s", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
             "of the matrix rate", "gradient norm", "s to measure")  # fmt: skip
     top = "| " + " | ".join(head) + " |\n|" + "---|" * len(head)
@@ -422,6 +422,8 @@ def run(work: Work, log: Path, small: Callable[[], None]) -> None:
         except RuntimeError as error:
             work.report.say(f"| {name} | {type(error).__name__}: {str(error)[:300]!r} |" + " - |" * (len(head) - 2))
     work.report.say("")
+    if not work.is_over():
+        last()
 
 
 def tell_shares(report: Report, kernels: Sequence[Kernel]) -> None:
@@ -464,8 +466,11 @@ def tell_products(report: Report, gauge: Any, config: Any, tokens: int, device: 
     report.table(f"Products of {tokens} tokens, TFLOP/s", ("weight", "forward", "input", "weight's"), rows)
 
 
-def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: int, device: str) -> None:
-    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels."""
+def tell_attention(
+    report: Report, gauge: Any, config: Any, num: int, length: int, device: str, *, is_last: bool
+) -> None:
+    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels; `is_last`: by one that may
+    end what the device can do for this process."""
     if device != "cuda":
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -484,10 +489,16 @@ def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: in
         flash = torch.ops.aten._flash_attention_forward
         return flash(q, k, v, bounds, bounds, length, length, 0.0, True, False)[0].flatten(1)
 
+    def packed_by_cudnn() -> Tensor:
+        cudnn = torch.ops.aten._cudnn_attention_forward
+        return cudnn(q, k, v, None, bounds, bounds, length, length, True, 0.0, True, False)[0].flatten(1)
+
     kinds: list[tuple[str, Any, Callable[[], Tensor]]] = [("as torch chooses", contextlib.nullcontext, padded)]
     one_of = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     kinds += [(backend.name.lower(), lambda backend=backend: sdpa_kernel(backend), padded) for backend in one_of]
     kinds.append(("flash, packed", contextlib.nullcontext, packed))
+    if is_last:
+        kinds = [("cudnn, packed", contextlib.nullcontext, packed_by_cudnn)]
     flops = 4 * num * config.num_heads * config.head_dim * length * length / 2
     grad = torch.randn(num * length, config.num_heads * config.head_dim, **cast(Any, make))
     rows: list[tuple[str, ...]] = []

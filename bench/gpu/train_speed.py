@@ -236,11 +236,15 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
         tflops=told.matrix_tflops(gauge, 8192 if options.device == "cuda" else 256),
     )  # fmt: skip
 
+    def attention(*, is_last: bool) -> None:
+        sizes = (config, options.per_pack, options.length, options.device)
+        told.tell_attention(report, gauge, *sizes, is_last=is_last)
+
     def small() -> None:
         told.tell_products(report, gauge, config, options.per_pack * options.length, options.device)
-        told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
+        attention(is_last=False)
 
-    told.run(work, options.folder / "trace.json", small)
+    told.run(work, options.folder / "trace.json", small, lambda: attention(is_last=True))
     report.keep("status", 0)
 
 
