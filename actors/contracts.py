@@ -146,7 +146,8 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=30)
-    async def return_group(self, returned: GroupReturned) -> None:
+    async def return_group(self, returned: GroupReturned) -> int:
+        """Returns how many rollout actors there are: they share the buffer's time."""
         raise NotImplementedError
 
     @call(deadline=30)

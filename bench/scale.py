@@ -395,7 +395,8 @@ def paper() -> dict[str, dict[str, str]]:
         (1_000, 96, 232, 512, 8_192, 120), (4_000, 400, 800, 1_024, 16_384, 240),
         (10_000, 1_000, 2_000, 2_048, 16_384, 300), (10_000, 8_000, 2_000, 2_048, 16_384, 300),
     ):  # fmt: skip
-        processes = engines + ranks + gpus // 8 + 3
+        in_none = 4  # coordinator, buffer, monitor, leader: told of all, and all of them
+        processes = engines + ranks - 1 + gpus // 8 + in_none
         step_tokens, step_bytes = groups * 16 * tokens, groups * 16 * tokens * token_bytes
         calls = 2 * groups + engines * step_s / 5 + engines + step_s / 2
         busy_s = calls * CALL_S + 2 * engines * step_s * PING_S + step_tokens / tokens_s + 2 * step_bytes / BULK_BYTES_S
@@ -410,8 +411,10 @@ def paper() -> dict[str, dict[str, str]]:
             "coordinator: s until all have adopted, 2 s each, 1 or 16 at once": f"{2 * engines:,}, {engines / 8:,.0f}",
             "monitor: calls/s": f"{engines + ranks + 3:,}",
             "registry: calls/s, heartbeats/s": f"{processes / 3:,.0f}, {2 * processes:,}",
-            "registry: GB sent until all have joined": f"{processes**2 * 2 * record_bytes / 1e9:.1f}",
-            "directory in each process, MB": f"{processes * record_bytes / 1e6:.1f}",
+            "registry: GB sent until all have joined": f"{2 * in_none * processes * 2 * record_bytes / 1e9:.2f}",
+            "directory of a rollout actor, of the buffer, MB": (
+                f"{in_none * record_bytes / 1e6:.3f}, {processes * record_bytes / 1e6:.1f}"
+            ),
         }
     return rows
 

@@ -289,13 +289,14 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if (error := self._groups.starvation.verdict) is not None:
             self.ctx.fail(error)
 
-    async def return_group(self, returned: GroupReturned) -> None:
+    async def return_group(self, returned: GroupReturned) -> int:
         was_suspect = self._groups.poison.must_be_alone(returned.group_id)
         with self._at_work("return"):
             self._groups.take_back(returned, self.ctx.clock.monotonic())
         self._end_if_starved()
         if was_suspect or not returned.goes_on:  # else no actor may get more than before
             self._ring()
+        return len(self.ctx.peers("rollout/"))
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._changing("gone"):

@@ -591,20 +591,20 @@ class Rollout(OwnsKnobs, RolloutContract):
         pause_s = self._options.save_partials_s
         while True:
             await asyncio.sleep(pause_s)
-            started_s = self.ctx.clock.monotonic()
+            started_s, num_actors = self.ctx.clock.monotonic(), 1
             for group_id, held in list(self._held.items()):
                 samples = runner.so_far(group_id)
                 num_tokens = _num_tokens(samples)
                 if num_tokens <= held.num_saved:
                     continue
                 try:
-                    await self._buffer.return_group(self._returned(held.assignment, samples, goes_on=True))
+                    returned = self._returned(held.assignment, samples, goes_on=True)
+                    num_actors = await self._buffer.return_group(returned)
                 except (CallError, DiskRefused) as err:
                     self.ctx.log.info("tokens of group %d were not saved: %s", group_id, err)
                     break
                 held.num_saved = num_tokens
             took_s = self.ctx.clock.monotonic() - started_s
-            num_actors = max(1, len(self.ctx.peers("rollout/")))
             pause_s = max(self._options.save_partials_s, took_s * num_actors / SAVING_SHARE)
 
     def _end(self) -> list[asyncio.Task[None]]:

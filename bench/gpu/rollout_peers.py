@@ -71,9 +71,10 @@ class RoundBuffer(BufferContract):
         self.trouble = f"group {dropped.group_id} was dropped: {dropped.reason} {dropped.detail}"
         self._one_less()
 
-    async def return_group(self, returned: GroupReturned) -> None:
+    async def return_group(self, returned: GroupReturned) -> int:
         self.trouble = f"group {returned.group_id} was returned"
         self._one_less()
+        return 1
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         return

@@ -6,16 +6,24 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+from tests.harness.waiting import until
 from tests.simulation.sim_network import Net
 from tests.simulation.simulator import Sim, run
+from tests.transport.cast_of_actors import Echo
 
 from myxa.actors.telemetry import report_forever
 from myxa.core.activity import TelemetryBuffer
 from myxa.core.actor import Actor
 from myxa.core.changes import LOOK_S, Changes
 from myxa.core.clock import SystemClock
+from myxa.core.errors import PeerDied
+from myxa.core.ids import LEADER
 from myxa.core.messages import Telemetry
 from myxa.transport.node import Node
+from myxa.transport.registry.directory import Directory, HostedActor
+from myxa.transport.registry.registry import RegistryState
+from myxa.transport.wire import Endpoints
 
 
 class Light(Actor):
@@ -45,6 +53,57 @@ async def messages_of_a_join(num_nodes: int, seed: int) -> float:
 def test_a_join_takes_as_many_messages_with_64_nodes_as_with_16() -> None:
     few, many = (run(lambda seed, num=num: messages_of_a_join(num, seed), 7) for num in (16, 64))
     assert many < 1.6 * few, f"seed 7: {few:.0f} and {many:.0f} messages a node"
+
+
+def records_told(num_rollouts: int) -> int:
+    """All that mirrors are told, which look after each that comes, while a run with so many rollout actors starts."""
+    state, mirrors, num = RegistryState(), dict[str, Directory](), 0
+    for name in ("launcher/0", "buffer", "monitor", LEADER, *(f"rollout/{index}" for index in range(num_rollouts))):
+        epoch, mirrors[name] = state.register(name, Endpoints(inproc=name)).epoch, Directory()
+        state.announce(name, epoch, (HostedActor(name=name, index=0, handlers=()),), {})
+        for mine, mirror in mirrors.items():
+            for update in state.since(mirror.version, mine):
+                mirror.apply(update)
+                num += len(update.nodes)
+            assert mirror.version == state.version
+    assert mirrors["buffer"].names("rollout/") == tuple(sorted(f"rollout/{index}" for index in range(num_rollouts)))
+    return num
+
+
+def test_what_a_crowd_is_told_grows_with_its_number_and_not_with_its_square() -> None:
+    few, many = records_told(50), records_told(200)
+    assert many < 4.4 * few, f"{few} and {many}"
+
+
+@pytest.mark.parametrize("kind", ["inproc", "ipc", "tcp"], indirect=True)
+async def test_processes_of_crowds_hear_of_each_other_once_one_asks_for_the_other(world: Any) -> None:
+    async def come(name: str) -> Node:
+        node = await world.join(name)
+        await node.start(Echo(), name)
+        return node
+
+    names = ("buffer", "rollout/0", "rollout/1", "trainer/1")
+    buffer, first, second, trainer = [await come(name) for name in names]
+    await buffer.wait_for(*names, timeout_s=5)
+    await first.wait_for("buffer", timeout_s=5)
+    assert not {"rollout/1", "trainer/1"} & set(first.peers(""))
+    callee = first.ref(Echo, "trainer/1")
+    assert await callee.ping() > 0
+    await until(lambda: "rollout/0" in trainer.peers(""), "the callee hears of the caller")
+    assert "rollout/1" not in (*first.peers(""), *trainer.peers(""))
+    pending = asyncio.create_task(callee.sleep(60))
+    while "asleep" not in await callee.seen():
+        await asyncio.sleep(0.01)
+    await world.host.registry.process_exited("trainer/1", trainer.epoch, -9)
+    with pytest.raises(PeerDied, match="SIGKILL"):
+        await pending
+    await come("trainer/1")
+    assert await callee.seen() == [], "the next incarnation"
+    waiting = asyncio.create_task(second.wait_for("rollout/2", timeout_s=10))
+    await asyncio.sleep(0.1)
+    await come("rollout/2")
+    await waiting
+    assert await second.ref(Echo, "rollout/2").ping() > 0
 
 
 async def test_a_node_joins_while_more_than_a_thousand_wait_for_news() -> None:

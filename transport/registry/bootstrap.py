@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -149,9 +150,7 @@ class Mirror:
         while True:
             try:
                 for update in await self.registry.updates(self.directory.version):
-                    if not self._take(update):
-                        self.directory.version = -1
-                        break
+                    self._take(update)
             except CallError as error:
                 self._log.warning("the registry's updates stopped: %s", error)
                 await asyncio.sleep(TIMEOUTS.wire.retry_s)
@@ -173,13 +172,10 @@ class Mirror:
                 break
         await self.changes.until(lambda: self.directory.version >= version, TIMEOUTS.wire.seen_s)
 
-    def _take(self, update: DirectoryUpdate) -> bool:
-        changes = self.directory.apply(update)
-        if changes is None:
-            return False
+    def _take(self, update: DirectoryUpdate) -> None:
+        events, gone = self.directory.apply(update)
         if self.on_update is not None:
             self.on_update(self.directory)
-        events, gone = changes
         for departure in gone:
             key = PeerKey(departure.node_id, departure.epoch)
             if key == self._session.own:
@@ -190,7 +186,6 @@ class Mirror:
             if event.kind == "down":
                 self._session.calls.on_actor_gone(event.name, event.reason)
         self.changes.tell()
-        return True
 
     async def request(self, target: str, spec: HandlerSpec, request: msgspec.Struct, deadline_s: float | None) -> Any:
         future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
@@ -231,12 +226,24 @@ class Mirror:
         if self.directory.has_ended(target):
             return self.directory.missing(target)
         wait_s = TIMEOUTS.wire.lookup_s if timeout_s is None else min(TIMEOUTS.wire.lookup_s, max(0.0, timeout_s / 2))
-        await self.changes.until(lambda: self.directory.find(target) is not None, wait_s)
+        await self._wait((target,), wait_s)
         return self.directory.route(target, spec.name) or self.directory.missing(target)
+
+    async def _wait(self, names: tuple[str, ...], timeout_s: float) -> bool:
+        """Whether all these actors were there in time. Of those that are not the registry is asked to tell: where they
+        and we are in a crowd, it does not by itself."""
+        give_up_at = self._clock.monotonic() + timeout_s
+        with suppress(CallError):
+            for name in (name for name in names if self.directory.find(name) is None):
+                asked = with_deadline(self.registry, timeout_s).updates(self.directory.version, 0.0, name)
+                for update in await asked:
+                    self._take(update)
+        left_s = give_up_at - self._clock.monotonic()
+        return await self.changes.until(lambda: all(self.directory.find(n) for n in names), left_s)
 
     async def wait_for(self, *names: str, timeout_s: float) -> None:
         """Until all these actors are registered; LaunchError naming the missing ones."""
-        if not await self.changes.until(lambda: all(self.directory.find(n) for n in names), timeout_s):
+        if not await self._wait(names, timeout_s):
             missing = ", ".join(n for n in names if self.directory.find(n) is None)
             raise LaunchError(
                 f"waited {timeout_s:g} s for {missing}", remedy="see their logs; were they started, did they fail?"

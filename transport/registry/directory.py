@@ -1,7 +1,7 @@
 """Who is where: the records that the registry keeps and every node mirrors. Sans-IO.
 
-The mirror is a snapshot at some version and the updates after it, in order; a gap asks for a new snapshot. Calls use
-the mirror, so the data plane works on while the registry is away.
+The mirror is a snapshot at some version and the updates after it, in order, those that say nothing to it left out.
+Calls use the mirror, so the data plane works on while the registry is away.
 """
 
 from __future__ import annotations
@@ -99,13 +99,10 @@ class Directory:
         self._routes: dict[tuple[str, str], Route] = {}
         """What `route` found since the last update."""
 
-    def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]] | None:
-        """Take an update: what changed for actors, and which incarnations are over. None: there is a gap before it."""
-        if not update.is_snapshot:
-            if update.version <= self.version:
-                return [], []
-            if update.version != self.version + 1:
-                return None
+    def apply(self, update: DirectoryUpdate) -> tuple[list[PeerEvent], list[EndedNode]]:
+        """Take an update, an old one without effect: what changed for actors, and which incarnations are over."""
+        if not update.is_snapshot and update.version <= self.version:
+            return [], []
         gone, now = list(update.gone), {n.name: n for n in update.nodes}
         touched = dict.fromkeys([*(d.name for d in gone), *now])
         if update.is_snapshot:

@@ -2,6 +2,9 @@
 
 The launcher of node 0 hosts it; a run ends with it. While it is away nodes call each other by their mirrors. No member
 speaks in another's name: the caller is known by its connection, over ipc or in the process by the operating system.
+
+All are told of all, but processes of a crowd are told of others of a crowd only once one has asked for the other: what
+the registry sends would grow with the square of their number.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from ...core.actor import MANY_PEERS, Actor
 from ...core.changes import Changes
 from ...core.errors import NotPermitted, StaleEpoch
 from ...core.handlers import call, current_caller
-from ...core.ids import PeerKey, check_name
+from ...core.ids import LEADER, PeerKey, check_name
 from ...core.supervision import describe_status
 from ...core.timeouts import TIMEOUTS
 from ..session.guard import ANYBODY, KeyRights, PeerGuard, is_provisional
@@ -57,12 +60,23 @@ class RegistryContract(Actor):
         raise NotImplementedError
 
     @call(deadline=TIMEOUTS.wire.updates_s + 3.0, reentrant=True)
-    async def updates(self, after: int, wait_s: float = TIMEOUTS.wire.updates_s) -> tuple[DirectoryUpdate, ...]:
-        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`."""
+    async def updates(
+        self, after: int, wait_s: float = TIMEOUTS.wire.updates_s, meets: str = ""
+    ) -> tuple[DirectoryUpdate, ...]:
+        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`. `meets`: an
+        actor whose process and the caller's hear of each other from now on; one that is not there yet is expected in a
+        process of its name."""
         raise NotImplementedError
 
 
 KEPT_UPDATES = 512
+CROWDS = ("launcher/", "model/", "rollout/", "trainer/")
+"""Their processes are many, and call few of each other."""
+IN_NONE = ("launcher/0", LEADER)
+
+
+def in_crowd(name: str) -> bool:
+    return name.startswith(CROWDS) and name not in IN_NONE
 
 
 class RegistryState:
@@ -75,6 +89,10 @@ class RegistryState:
         self._nodes: dict[str, NodeRecord] = {}
         self._hosts: dict[str, str] = {}
         """Actor -> its node."""
+        self._names: dict[PeerKey, str] = {}
+        """Of the nodes."""
+        self._met: set[tuple[str, str]] = set()
+        """Nodes of crowds, in both orders."""
         self._updates: deque[DirectoryUpdate] = deque(maxlen=KEPT_UPDATES)
 
     def node(self, name: str) -> NodeRecord | None:
@@ -83,14 +101,39 @@ class RegistryState:
     def nodes(self) -> tuple[NodeRecord, ...]:
         return tuple(self._nodes.values())
 
-    def since(self, version: int) -> tuple[DirectoryUpdate, ...]:
-        """What a mirror at that version needs: nothing, the updates it missed, or a snapshot."""
+    def name_of(self, key: PeerKey | None) -> str:
+        """Of that incarnation; "": it is not there."""
+        return self._names.get(key, "") if key is not None else ""
+
+    def meet(self, name: str, actor: str) -> bool:
+        """See `RegistryContract.updates`. False: nothing changes."""
+        other = self._hosts.get(actor, actor)
+        if not (in_crowd(name) and in_crowd(other)) or (name, other) in self._met:
+            return False
+        self._met |= {(name, other), (other, name)}
+        self._note(nodes=tuple(node for node in map(self.node, (name, other)) if node is not None))
+        return True
+
+    def since(self, version: int, name: str = "") -> tuple[DirectoryUpdate, ...]:
+        """What the mirror of that node needs at that version: nothing, the updates it missed, or a snapshot."""
         if version == self.version:
             return ()
         if self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
-            return tuple(self._updates)[version - self.version :]
-        nodes = tuple(self._nodes.values())
-        return (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=nodes),)
+            found = tuple(self._updates)[version - self.version :]
+        else:
+            nodes = tuple(self._nodes.values())
+            found = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=nodes),)
+        if not in_crowd(name):
+            return found
+
+        def hears(other: NodeRecord | EndedNode) -> bool:
+            return other.name == name or not in_crowd(other.name) or (name, other.name) in self._met
+
+        found = tuple(
+            msgspec.structs.replace(one, nodes=tuple(filter(hears, one.nodes)), gone=tuple(filter(hears, one.gone)))
+            for one in found
+        )
+        return (*(one for one in found[:-1] if one.nodes or one.gone), found[-1])
 
     def register(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
         """A number and an epoch that were never used; a living older incarnation is thereby over."""
@@ -124,7 +167,7 @@ class RegistryState:
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
         self._put(msgspec.structs.replace(node, actors=()), node)
-        del self._nodes[name]
+        del self._nodes[name], self._names[node.key]
         self._note(gone=(_departure(node, reason),))
         return True
 
@@ -133,6 +176,9 @@ class RegistryState:
         for actor in old.actors if old is not None else ():
             self._hosts.pop(actor.name, None)
         self._nodes[record.name] = record
+        if old is not None:
+            self._names.pop(old.key, None)
+        self._names[record.key] = record.name
         self._hosts.update((actor.name, record.name) for actor in record.actors)
 
     def _note(
@@ -189,13 +235,17 @@ class RegistryActor(RegistryContract):
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         """This process lost the connection to that incarnation for good."""
-        for record in self.state.nodes():
-            if record.key == key:
-                self._depart(record.name, record.epoch, why)
+        if name := self.state.name_of(key):
+            self._depart(name, key.epoch, why)
 
-    async def updates(self, after: int, wait_s: float = TIMEOUTS.wire.updates_s) -> tuple[DirectoryUpdate, ...]:
+    async def updates(
+        self, after: int, wait_s: float = TIMEOUTS.wire.updates_s, meets: str = ""
+    ) -> tuple[DirectoryUpdate, ...]:
+        name = self.state.name_of(current_caller())
+        if meets and self.state.meet(name, check_name(meets)):
+            self._changes.tell()
         await self._changes.until(lambda: self.state.version != after, wait_s)
-        return self.state.since(after)
+        return self.state.since(after, name)
 
     def _depart(self, node: str, epoch: int, reason: str, pid: int = 0) -> bool:
         is_over = self.state.depart(node, epoch, reason, pid)
@@ -249,7 +299,7 @@ class RegistryActor(RegistryContract):
         caller = current_caller()
         if self._guard is None or caller is None:
             return None
-        found = next((record for record in self.state.nodes() if record.key == caller), None)
+        found = self.state.node(self.state.name_of(caller))
         if found is None:
             raise StaleEpoch(f"{caller} is not registered (any more)")
         return found
