@@ -98,6 +98,7 @@ async def test_processes_of_crowds_hear_of_each_other_once_one_asks_for_the_othe
     with pytest.raises(PeerDied, match="SIGKILL"):
         await pending
     await come("trainer/1")
+    await first.wait_for("trainer/1", timeout_s=5)
     assert await callee.seen() == [], "the next incarnation"
     waiting = asyncio.create_task(second.wait_for("rollout/2", timeout_s=10))
     await asyncio.sleep(0.1)
