@@ -55,7 +55,7 @@ COMPLETION = Command("completion", "commands and flags for bash or zsh to comple
 
 COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO, run_life.INIT,
-    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.RENDER, offline.ENGINE,
+    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.RENDER, offline.MIGRATE, offline.ENGINE,
     runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,
     *runs.COMMANDS, views.MEM, views.REPORT, processes.GATEWAY, processes.WHERE, COMPLETION,

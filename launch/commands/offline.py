@@ -1,4 +1,4 @@
-"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, `engine`, and `render`, which prints a job file."""
+"""Commands that need no run: `plan`, `schema`, `doctor`, `convert`, `engine`, `migrate`, and `render` (a job file)."""
 
 from __future__ import annotations
 
@@ -195,6 +195,31 @@ ENGINE = Command(
     "engine", "serve a model folder to any OpenAI or Anthropic client, without a run", _engine, _add_engine,
     "Serves a folder by the engine that runs on the CPU, as a run's gateway does for its eval key. Prints exports for "
     "a shell, with the key. (On GPUs use SGLang's own server: python -m sglang.launch_server --model-path FOLDER.)",
+)  # fmt: skip
+
+
+def _add_migrate(parser: Parser) -> None:
+    parser.add_argument("peer", choices=("slime", "verl"), help="the program that the file is for")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a script or list with its arguments, or a "
+                        "Hydra config (.yaml); left out: print the table of names")  # fmt: skip
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from ..migration.run_file import migrate, section_of
+
+    if options.file is None:
+        print("\n".join(section_of(options.peer)))
+        return 0
+    made = migrate(options.peer, options.file)
+    print(made.text(), end="")
+    print(f"myxa: {made.counts()}", file=sys.stderr)
+    return 0
+
+
+MIGRATE = Command(
+    "migrate", "turn arguments of slime or verl into a run file", _migrate, _add_migrate,
+    "Print a run file with what has a counterpart, and lists of what has none or needs your hand. The file is read, "
+    "never run. (myxa migrate slime run.sh > run.toml)",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""docs/migrating.md: what it says is called so here, is."""
+"""docs/migrating.md and the table of `myxa migrate`: what they say is called so here, is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from myxa.core.config import RunConfig
 from myxa.core.config.section import Section
+from myxa.launch.migration.run_file import rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 SECTIONS = {field.alias or name: field.annotation for name, field in RunConfig.model_fields.items()}
@@ -23,7 +24,9 @@ def named_keys() -> set[str]:
                 key = re.match(r"([a-z]+)\.([a-z_0-9]+)", span)
                 if key and key[1] in SECTIONS and not span.endswith("()"):
                     found.add(f"{key[1]}.{key[2]}")
-    return found
+    for peer in ("slime", "verl"):
+        found |= {match[0] for row in rows(peer) if (match := re.match(r"[a-z]+\.[a-z_0-9]+(?=$|\.)", row.key))}
+    return {key for key in found if key.split(".")[0] not in ("roles", "sglang")}
 
 
 @pytest.mark.parametrize("key", sorted(named_keys()))

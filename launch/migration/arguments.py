@@ -1,0 +1,336 @@
+"""The arguments that a shell script, a plain list or a Hydra config gives a training program. The file is read, never
+run: however confined, a shell can end processes and open connections as its user.
+
+Of a script: words, quotes, arrays, assignments, `$NAME`, `${NAME:-default}` and sums of whole numbers. What a block, a
+command, another file or the caller would decide stays in the value as it is written, a *gap*; `remarks` say where.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+
+from ...core.errors import ConfigError
+from ...core.files import read_regular
+
+MAX_BYTES = 1 << 18
+"""Of a file."""
+MAX_GROWN = 1 << 22
+"""Letters that the values of variables may add in all."""
+MAX_ARGUMENTS = 2000
+MAX_DEPTH = 8
+COMMAND = "${...}"
+"""In place of what a command prints."""
+SPLIT = "\x1f"
+"""Between the words of a value without quotes."""
+PREFIX = "actor_rollout_ref."
+"""Of most of verl's keys; taken away."""
+
+
+def _nested(opens: str, closes: str) -> str:
+    """A pattern, without backtracking, of text between these two, which may hold pairs of them."""
+    inner = plain = rf"(?:[^{opens}{closes}]++)"
+    for _ in range(MAX_DEPTH):
+        inner = rf"(?:{plain}|\{opens}{inner}*+\{closes})"
+    return rf"\{opens}{inner}*+\{closes}"
+
+
+DOLLAR = rf"\${_nested('(', ')')}|`[^`]*`|\${_nested('{', '}')}|\$\w+|\$[@*?!$-]|\$(?![({{])"
+PIECE = rf"""'[^']*'|"(?:[^"\\$`]++|\\.|{DOLLAR})*+"|{DOLLAR}|\\."""
+WORD = rf"""(?:{PIECE}|[^\s;&|()<>'"`$\\])"""
+TOKEN = re.compile(
+    rf"""(?:[ \t]|\\\n)+|(?<![^\s;&|()])\#[^\n]*
+    |<<-?[ \t]*['"]?(?P<here>[A-Za-z]\w*)[^\n]*+(?:\n(?![ \t]*(?P=here)\n)[^\n]*+)*+\n[ \t]*(?P=here)(?=\n)
+    |\d*&?(?:<<<|>>|[<>](?!<))&?[ \t]*{WORD}*+|(?P<sign>[\n;&|()])|(?P<word>{WORD}++)""",
+    re.VERBOSE | re.DOTALL,
+)
+"""What is between words (comments, here-documents and redirections too), a sign that ends a statement, or a word."""
+PIECES, IN_QUOTES = re.compile(PIECE, re.DOTALL), re.compile(rf"\\.|{DOLLAR}", re.DOTALL)
+ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
+PARAMETER = re.compile(r"(\w+)(?::?[-=](.*))?", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+OPENS = ("if", "for", "while", "until", "case", "select")
+DEPTHS = {
+    **dict.fromkeys((*OPENS, "{"), 1), **dict.fromkeys(("fi", "done", "esac", "}"), -1),
+    **dict.fromkeys(("then", "do", "else", "elif", "!", "exec", "time", "function"), 0),
+    **dict.fromkeys(("export", "declare", "local", "readonly"), 0),
+}  # fmt: skip
+"""Words before a command -> the blocks that they open."""
+OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
+SUMS: dict[Any, Any] = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+OVERRIDE = re.compile(r"(\+{0,2}|~)([\w@/-]+(?:\.[\w@/-]+)*)(?:=(.*))?", re.DOTALL)
+SECRET = re.compile(r"(?i)(api|wandb|access|auth|admin)[-_.]?(api[-_.]?)?(key|token)|password|secret")
+"""Names whose value is never shown or written."""
+INTERPOLATION = re.compile(r"\$\{(?:actor_rollout_ref\.)?([\w.]+)\}")
+
+
+class Given(NamedTuple):
+    """An argument, or a word of a script."""
+
+    value: Any
+    """True (a flag alone), a text or a list of texts; of Hydra what YAML makes of it."""
+    line: int
+
+
+@dataclass(slots=True)
+class GivenArguments:
+    """What a file gives."""
+
+    file: Path
+    given: dict[str, Given] = field(default_factory=dict[str, Given])
+    """By name; of several with one name the last, as the programs themselves take it."""
+    remarks: list[str] = field(default_factory=list[str])
+    program: str = ""
+    """The training program, as the script calls it; empty for a list or a config."""
+
+    def put(self, name: str, value: Any, line: int) -> None:
+        name = name.removeprefix(PREFIX)
+        if name in self.given:
+            self.remark(line, f"{name} is given again: this one counts, as there")
+        if len(self.given) >= MAX_ARGUMENTS:
+            raise self.error(line, f"more than {MAX_ARGUMENTS} arguments")
+        self.given[name] = Given(value, line)
+
+    def remark(self, line: int, sentence: str) -> None:
+        self.remarks.append(f"line {line}: {hidden(sentence):.300}")
+
+    def error(self, line: int, cause: str) -> ConfigError:
+        remedy = "name the script, list of arguments or config that starts training"
+        return ConfigError(f"{self.file}{f':{line}' if line else ''}: {cause:.300}", remedy=remedy)
+
+    def text(self) -> str:
+        """Of the file. Raises ConfigError."""
+        try:
+            text = read_regular(self.file, MAX_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.error(0, getattr(error, "strerror", None) or str(error)) from None
+        if "\0" in text:
+            raise self.error(0, "is binary")
+        return text
+
+
+def has_gap(value: object) -> bool:
+    """Whether something in it is known where the script runs only."""
+    return "${" in str(value)
+
+
+def hidden(text: str) -> str:
+    """Without what stands behind the name of a secret."""
+    found = SECRET.search(text)
+    return f"{text[: found.end()]} ..." if found else text
+
+
+# -- shell scripts -----------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """A shell script, statement by statement, with what its assignments say put in."""
+
+    def __init__(self, found: GivenArguments) -> None:
+        self.found, self.text = found, found.text() + "\n"
+        self.line, self.depth, self.grown = 1, 0, 0
+        self.variables: dict[str, str] = {"HOME": "~"}
+        self.arrays: dict[str, list[Given]] = {}
+
+    def commands(self) -> Iterator[list[Given]]:
+        """Statements without their assignments, which are carried out. What is not done is remarked."""
+        for words in self._statements():
+            while words and words[0].value in DEPTHS:
+                first, line = words.pop(0)
+                self.depth = max(0, self.depth + DEPTHS[first])
+                del words[: first == "function"]  # its name
+                if first in OPENS:
+                    self.found.remark(line, f"`{first}` is not run; what it sets is not known here")
+            while words and (named := ASSIGNMENT.fullmatch(words[0].value)):
+                before = self.variables.get(named[1], "") if named[2] else ""
+                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth else self._counted(before + named[3])
+                words.pop(0)
+            if words and words[0].value in OTHER_CODE:
+                self.variables |= {word.value: f"${{{word.value}}}" for word in words}
+                said = " ".join(word.value for word in words)
+                self.found.remark(words[0].line, f"{said:.80}: what that sets is not known here")
+            elif words:
+                yield words
+
+    def _statements(self) -> Iterator[list[Given]]:
+        at, words = 0, list[Given]()
+        above: list[Given] | None = None  # an array is open: the words before it, and its name
+        while at < len(self.text):
+            token = TOKEN.match(self.text, at)
+            if token is None:
+                raise self.found.error(self.line, "what begins here has no end, or is nested too deep")
+            at = token.end()
+            if token["word"]:
+                words += self._words(token["word"])
+            elif token["sign"] == "(" and above is None and words and ASSIGNMENT.fullmatch(words[-1].value):
+                above, words = words, []
+            elif token["sign"] == ")" and above is not None:
+                self._set_array(above.pop(), words)
+                words, above = above, None
+            elif token["sign"] and above is None:
+                yield words
+                words = []
+            self.line += token[0].count("\n")
+        if above is not None:
+            raise self.found.error(above[-1].line, "the array that begins here has no end")
+
+    def _set_array(self, opened: Given, words: list[Given]) -> None:
+        name = opened.value.rstrip("+=")
+        if self.depth:
+            said = " ".join(word.value for word in words)
+            self.found.remark(opened.line, f"{name}=({said}) within a block, which is not run: not taken")
+        else:
+            self.arrays[name] = [*(self.arrays.get(name, []) if "+" in opened.value else []), *words]
+
+    def _words(self, text: str) -> list[Given]:
+        """Of one as it is written: none or several where a value without quotes, or an array, has so many."""
+        if array := ARRAY.fullmatch(text):
+            if array[1] not in self.arrays:
+                self.found.remark(self.line, f"the array {array[1]} is made in another file or a block: not read")
+            words = self.arrays.get(array[1], [])
+            self._counted("".join(word.value for word in words))
+            return words
+        made = PIECES.sub(self._piece, text)
+        pieces = [made.replace(SPLIT, " ")] if ASSIGNMENT.match(made) else made.split(SPLIT)
+        return [Given(piece, self.line) for piece in pieces if made or text[0] != "$"]
+
+    def _piece(self, found: re.Match[str]) -> str:
+        text = found[0]
+        if text[0] == '"':
+            return IN_QUOTES.sub(self._value, text[1:-1])
+        if text[0] in "'\\":
+            return text.strip("'") if text[0] == "'" else text[1]
+        return SPLIT.join(self._value(found).split())
+
+    def _value(self, found: re.Match[str]) -> str:
+        """Of `$...`; what the file does not say stays as it is written."""
+        text = found[0]
+        if text[0] == "\\":
+            return "" if text[1] == "\n" else text[1] if text[1] in '"\\$`' else text
+        if text[0] == "`" or text.startswith("$("):
+            return self._sum(text[3:-2]) if text.startswith("$((") else COMMAND
+        name = text[2:-1] if text.startswith("${") else text[1:]
+        if name[:1] in ("@", "*"):
+            self.found.remark(self.line, f"{text} adds what the script's caller says: not known here")
+            return ""
+        named = PARAMETER.fullmatch(name)
+        value = self.variables.get(named[1]) if named else None
+        if named and not value and named[2] is not None:
+            value = PIECES.sub(self._piece, named[2]).replace(SPLIT, " ")
+        return self._counted(value) if value is not None else f"${{{name}}}" if name else "$"
+
+    def _counted(self, value: str) -> str:
+        self.grown += len(value)
+        if self.grown > MAX_GROWN:
+            raise self.found.error(self.line, "its variables grow without end")
+        return value
+
+    def _sum(self, text: str) -> str:
+        """Of whole numbers, and of variables that hold some."""
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda one: self._counted(self.variables.get(one[1], "?")), text)
+        try:
+            tree = ast.parse(text if re.fullmatch(r"[\d\s()+*/-]{1,200}", text) else "", mode="eval")
+            return str(_whole(tree.body))
+        except (SyntaxError, AttributeError, LookupError, ArithmeticError):
+            return COMMAND
+
+
+def _whole(node: Any) -> int:
+    if isinstance(node, ast.BinOp):
+        return SUMS[type(node.op)](_whole(node.left), _whole(node.right))
+    return node.value
+
+
+def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
+    """What the training program is called with; of a plain list all words."""
+    script, called, plain = Script(found), list[Given](), list[Given]()
+    for words in script.commands():
+        place = next((number for number, word in enumerate(words) if program.search(word.value)), None)
+        if place is None:
+            plain += words
+        elif found.program:
+            found.remark(words[0].line, f"a second call of {words[place].value}: not read")
+        else:
+            found.program, called = words[place].value, words[place + 1 :]
+            if script.depth:
+                found.remark(words[0].line, "the program is called within a block; taken as called once")
+    return called if found.program else [*(word for words in script.arrays.values() for word in words), *plain]
+
+
+# -- flags and overrides -----------------------------------------------------------------------------------------------
+
+
+def read_flags(file: Path, program: re.Pattern[str]) -> GivenArguments:
+    """`--name value ...` of a script or list. Raises ConfigError."""
+    found, name = GivenArguments(file), ""
+    for word, line in _words_for(program, found):
+        if re.match(r"--[A-Za-z]", word):
+            name, sign, value = word[2:].partition("=")
+            found.put(name, value if sign else True, line)
+        elif name:
+            before = found.given[name].value
+            value = (
+                word
+                if before is True
+                else [*cast("list[str]", before), word]
+                if isinstance(before, list)
+                else [before, word]
+            )
+            found.given[name] = found.given[name]._replace(value=value)
+        else:
+            found.remark(line, f"{word} stands before any argument: not read")
+    return found
+
+
+def read_hydra(file: Path, program: re.Pattern[str]) -> GivenArguments:
+    """`key=value` of a script or list, or a YAML file's leaves by dotted key. Raises ConfigError."""
+    found = GivenArguments(file)
+    if file.suffix in (".yaml", ".yml"):
+        _put_yaml("", found.text(), 0, found)
+        found.given.pop("", None)  # a file without keys
+        if found.given.pop("defaults", None):
+            found.remark(1, "defaults: the configs that Hydra would put together are not read")
+    else:
+        for word, line in _words_for(program, found):
+            parts = OVERRIDE.fullmatch(word)
+            if parts and parts[1] == "~":
+                found.given.pop(parts[2].removeprefix(PREFIX), None)
+                found.remark(line, f"~{parts[2]} takes a key away there; here nothing is written for it")
+            elif parts is None or word.startswith("-") or parts[3] is None:
+                found.remark(line, f"{word} is no override, or names a config: not read")
+            elif has_gap(parts[3]):
+                found.put(parts[2], parts[3], line)
+            else:
+                _put_yaml(parts[2], parts[3], line, found)
+    for name, (value, line) in found.given.items():
+        other = INTERPOLATION.fullmatch(str(value))
+        if other and other[1] in found.given:
+            found.given[name] = Given(found.given[other[1]].value, line)
+    return found
+
+
+def _put_yaml(name: str, text: str, line: int, found: GivenArguments) -> None:
+    """Its leaves by dotted key."""
+    loader: Any = yaml.SafeLoader
+
+    def put(name: str, node: Any) -> None:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            for key, inner in node.value:
+                put(f"{name}.{key.value}".lstrip("."), inner)
+        else:
+            value = json.loads(json.dumps(loader("").construct_object(node, deep=True), default=str))
+            found.put(name, value, line or node.start_mark.line + 1)
+
+    if re.search(r"[\s,\[:]&\w", text) and re.search(r"[\s,\[:]\*\w", text):
+        raise found.error(line, "anchors and aliases (&name, *name) are not read: write each value out")
+    try:
+        put(name, loader(text or "null").get_single_node())
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise found.error(line, f"{name} is no YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,196 @@
+"""From arguments of another program to values of the run file, by the words that `peers.table` uses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+Keys = dict[str, Any]
+"""Key of the run file -> value. The key "" holds a sentence for the user's hand."""
+
+
+class Hand(Exception):
+    """The value cannot be taken over; the text says what to do."""
+
+
+def scalar(value: Any) -> Any:
+    """A number, truth value, list or table where a text is one."""
+    if isinstance(value, list):
+        return [scalar(one) for one in cast("list[Any]", value)]
+    for read in (json.loads, float) if isinstance(value, str) else ():
+        try:
+            made = read(value.lower() if value in ("True", "False") else value)
+        except (ValueError, RecursionError):
+            continue
+        return value if isinstance(made, float) and not math.isfinite(made) else made
+    return value
+
+
+def as_list(value: Any) -> list[Any]:
+    made = scalar(value)
+    return cast("list[Any]", made) if isinstance(made, list) else [made]
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(made := scalar(value), bool):
+        raise Hand("is neither true nor false")
+    return made
+
+
+def function(value: Any) -> str:
+    """`package.module.name` -> `package.module:name`."""
+    module, _, name = str(value).rpartition(".")
+    return f"{module}:{name}" if module else str(value)
+
+
+SIMPLE: Mapping[str, Callable[[Any], Any]] = {
+    "text": str, "value": scalar, "flag": flag, "function": function, "list": as_list,
+    "filter": lambda value: "zero_variance" if "nonzero_std" in value else function(value),
+    "paths": lambda value: cast("list[Any]", value) if isinstance(value, list) else str(value),
+    "every": lambda value: max(scalar(value), 0),
+    "mib": lambda value: max(1, scalar(value) // 2**20),
+    "not": lambda value: not flag(value),
+}  # fmt: skip
+
+
+# -- several arguments, in the order of their row; None: not given, and without a default ----------------------------
+
+
+def staleness(program: str) -> Keys:
+    """Synchronous programs are on-policy, slime's train_async.py is one step off."""
+    return {"async.max_staleness": 1 if "async" in program else 0}
+
+
+def ends(steps: Any, passes: Any) -> Keys:
+    return {"run.num_steps": steps} if steps is not None else {"run.num_steps": 0, "data.max_passes": passes}
+
+
+def columns(loss: Any, column: Any, template: Any) -> Keys:
+    """Supervised training learns from conversations."""
+    if loss not in ("sft_loss", "policy_loss"):
+        raise Hand("is a loss of your own: set algo.loss_fn")
+    chat = {"algo.kind": "sft", "data.preset": "chat", "data.messages_key": str(column)}
+    return chat if loss == "sft_loss" else {"data.prompt_key": str(column), "data.apply_chat_template": template}
+
+
+def minibatches(groups: Any, samples: Any, size: Any) -> Keys:
+    if groups is None or size is None:
+        return {}
+    num, rest = divmod(groups * samples, size)
+    if rest or not num or groups % num:
+        raise Hand(f"is no whole part of {groups} groups of {samples}: set algo.minibatches, which divides batch_size")
+    return {"algo.minibatches": num}
+
+
+def concurrency(samples: Any, size: Any) -> Keys:
+    return {"rollout.max_groups": max(1, samples // size)}
+
+
+def kl_loss(uses: Any, coef: Any, kind: Any) -> Keys:
+    if not flag(uses) or not coef:
+        return {"algo.kl_coef": 0.0}
+    kinds = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+    return {"algo.kl_coef": coef, "algo.kl_in": "loss", "algo.kl_kind": kinds.get(kind, kind)}
+
+
+def kl_reward(uses: Any, coef: Any) -> Keys:
+    return {"algo.kl_coef": coef, "algo.kl_in": "reward"} if uses is not False and coef else {}
+
+
+def correction(uses: Any, cap: Any, floor: Any, behaviour: Any) -> Keys:
+    if flag(uses):
+        return {"algo.correction": "tis", "algo.tis_cap": cap, "algo.tis_floor": floor}
+    return {"algo.correction": "behaviour"} if flag(behaviour) else {}
+
+
+def eval_sets(data: Any, *rest: Any) -> Keys:
+    names = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "prompt_key", "label_key")
+    keys = {key: value for key, value in zip(names, rest, strict=True) if value is not None}
+    words = [str(one) for one in as_list(data)]
+    if len(words) % 2 or any("." in name for name in words[::2]):
+        raise Hand("is no list of names and files: write [eval.sets.NAME]")
+    return {f"eval.sets.{name}": {"path": path, **keys} for name, path in zip(words[::2], words[1::2], strict=True)}
+
+
+def warmup(updates: Any, share: Any, steps: Any) -> Keys:
+    if updates is not None and updates >= 0:
+        return {"optimizer.warmup_steps": updates}
+    if share and steps is None:
+        raise Hand("is a share of a number of steps that the file does not say: set optimizer.warmup_steps")
+    return {"optimizer.warmup_steps": round(share * steps)} if share else {}
+
+
+def least(rate: Any, low: Any) -> Keys:
+    return {} if low is None else {"optimizer.min_lr_ratio": low / rate}
+
+
+def betas(first: Any, second: Any) -> Keys:
+    return {"optimizer.betas": [first, second]}
+
+
+def mtp(uses: Any, factor: Any) -> Keys:
+    return {"megatron.mtp": factor} if flag(uses) else {}
+
+
+def tokens(per_gpu: Any, sharing: Any) -> Keys:
+    return {} if per_gpu is None else {"trainer.max_tokens_per_microbatch": per_gpu * sharing}
+
+
+def placement(nodes: Any, gpus: Any, size: Any, rollout: Any, shares: Any, fraction: Any) -> Keys:
+    """Ranks on all GPUs of the first nodes; engines on the same ones by turns, or on further GPUs."""
+    wanted = rollout or gpus * nodes
+    if not (1 <= nodes <= 4096 and 1 <= gpus <= 64 and size >= 1 and 1 <= wanted <= 32768):
+        raise Hand("is no number of nodes and GPUs: set [roles.trainer] and [roles.rollout]")
+    first, used, places = 0, min(8, wanted), [*range(nodes, nodes + math.ceil(wanted / min(8, wanted)))]
+    made: Keys = {}
+    if flag(shares):
+        first, used, places = 0, gpus, [*range(nodes)]
+        made = {"memory.share": "switch", "memory.workspace_mb": 12288, "sglang.mem_fraction_static": fraction}
+        made |= {"weights.channel": "disk"} if nodes > 1 else {}
+    elif nodes == 1 and gpus + wanted <= 8:
+        first, used, places = gpus, wanted, [0]
+    if used % size:
+        made[""] = (
+            f"engines of {size} GPUs do not fit {used} on a node: attach to such (engine.attach); here smaller ones"
+        )
+        size = used
+    for role, key, value in (
+        ("trainer", "nodes", [*range(nodes)]), ("trainer", "count", gpus), ("trainer", "devices", _span(0, gpus)),
+        ("rollout", "nodes", places), ("rollout", "count", used // size), ("rollout", "devices", _span(first, used)),
+    ):  # fmt: skip
+        made[f"roles.{role}.{key}"] = value
+    return made
+
+
+def _span(first: int, num: int) -> str:
+    return f"{first}-{first + num - 1}" if num > 1 else str(first)
+
+
+def trackers(names: Any, project: Any, name: Any) -> Keys:
+    wanted = ["wandb"] if names is True else as_list(names)
+    options = {key: str(one) for key, one in (("project", project), ("group", name)) if one is not None}
+    made: Keys = {"monitor.tensorboard": True} if "tensorboard" in wanted else {}
+    return made | ({"monitor.sinks": ["wandb"], "monitor.options.wandb": options} if "wandb" in wanted else {})
+
+
+def reward_file(path: Any, name: Any) -> Keys:
+    return {} if path is None else {"reward.fn": f"{path}:{name}"}
+
+
+def overlong(uses: Any, longest: Any, buffer: Any, penalty: Any) -> Keys:
+    keys = {"overlong_tokens": longest, "overlong_buffer": buffer, "overlong_penalty": penalty}
+    return {f"reward.{key}": value for key, value in keys.items()} if flag(uses) else {}
+
+
+def convert(key: str, how: str, values: list[Any]) -> Keys:
+    """By the name in the table: for `*` a function of this file. Raises Hand, and what arithmetic raises."""
+    if key == "*":
+        return globals()[how](*(scalar(value) for value in values))
+    if how.startswith("map "):
+        choices = dict(word.split("=") for word in how.split()[1:])
+        if (name := str(scalar(values[0]))) not in choices:
+            raise Hand(f"is none of {', '.join(choices)}")
+        return {key: scalar(choices[name])} if choices[name] else {}
+    return {key: SIMPLE[how](values[0])}

@@ -1,0 +1,212 @@
+"""`myxa migrate`: arguments of another program -> a run file that loads, with a comment that says from where each value
+came, and lists of all the rest. What becomes of an argument is in `peers.table`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.config.loading import Finding, inspect_config, toml_value
+from .arguments import SECRET, GivenArguments, has_gap, hidden, read_flags, read_hydra
+from .conversions import Hand, convert
+
+Peer = Literal["slime", "verl"]
+PROGRAMS = {
+    "slime": re.compile(r"(^|/)train(_async)?\.py$"),
+    "verl": re.compile(r"^(recipe|verl)\.[\w.]*main_\w+$|(^|/)main_ppo\w*\.py$"),
+}
+LISTS = {
+    "hand": "needs your hand", "differs": "is another default here than there", "none": "has no counterpart here",
+    "gone": "is not needed here", "unknown": "is unknown to `myxa migrate`; nothing was written for it",
+    "said": "was said by the file, and not done",
+}  # fmt: skip
+KEEPS_GAPS = ("text", "function", "paths", "eval_sets", "trackers", "reward_file")
+NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
+"""Key that a run file must have -> a name that stands for the user's."""
+SIZES = tuple(f"megatron.{size}" for size in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+INSTEAD = {"roles.trainer.count": SIZES, "optimizer.decay_steps": ("optimizer.schedule",)}
+"""Key that the loader names -> those that go, so that the file loads."""
+GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sglang.", "engine.", "weights.", "eval.")
+"""Beginnings of keys that supervised training does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """One line of the table."""
+
+    names: tuple[str, ...]
+    key: str
+    how: str
+    defaults: tuple[str, ...]
+    remark: str
+
+
+def section_of(peer: Peer) -> list[str]:
+    """The table's lines about that program."""
+    text = (files("myxa.launch.migration") / "peers.table").read_text()
+    return text.partition(f"[{peer}]\n")[2].partition("\n[")[0].strip().splitlines()
+
+
+def rows(peer: Peer) -> Iterator[PeerRow]:
+    for line in section_of(peer):
+        names, key, how, defaults, remark = (cell.strip() for cell in line.split("|", 4))
+        yield PeerRow(tuple(names.split()), key, how, tuple(defaults.split()), remark)
+
+
+@dataclass(slots=True)
+class Migration:
+    """What was made of a file."""
+
+    peer: Peer
+    found: GivenArguments
+    values: dict[str, tuple[Any, str, tuple[str, ...]]] = field(default_factory=dict[str, Any])
+    """Key -> value, comment, the arguments that it came from."""
+    lists: dict[str, list[str]] = field(default_factory=lambda: {name: list[str]() for name in LISTS})
+    seen: set[str] = field(default_factory=set[str])
+    listed: set[str] = field(default_factory=set[str])
+
+    def shown(self, name: str) -> str:
+        value, line = self.found.given[name]
+        words = "" if value is True and self.peer == "slime" else toml_value(value).replace('"', "")
+        text = hidden(f"{'--' if self.peer == 'slime' else ''}{name} {words}")
+        return f"{text.strip():.100} (line {line})"
+
+    def says(self, kind: str, names: Sequence[str], sentence: str) -> None:
+        self.listed.update(names)
+        self.lists[kind].append(f"{'; '.join(self.shown(name) for name in names)}: {sentence}")
+
+    def apply(self, row: PeerRow) -> None:
+        """Convert or list the arguments that the row names."""
+        given = self.found.given
+        if row.key == "*":
+            names = tuple(dict.fromkeys(name for name in row.names if name in given))
+            uses = [names] if row.how.endswith("!") or not self.seen.issuperset(names) else []
+        elif row.key and "*" not in row.key:
+            uses = [(row.names[0],)] if row.names[0] in given else [()] if row.defaults else []
+        else:
+            fresh = [name for name in given if name not in self.seen]
+            uses = [(name,) for name in fresh if any(fnmatchcase(name, one) for one in row.names)]
+            if row.names == ("@",):
+                self.lists[row.how].append(row.remark)
+        for names in uses:
+            self._use(row, names)
+            self.seen.update(names)
+
+    def _use(self, row: PeerRow, names: tuple[str, ...]) -> None:
+        key, own = row.key, "your function; its arguments are others here" if row.how == "function" else ""
+        if names and not key:
+            self.says(row.how, names, row.remark)
+        if names and "*" in key[1:]:
+            key = key.replace("*", names[0].removeprefix(row.names[0].rstrip("*")).replace("-", "_"))
+        asked = row.names if key == "*" else names or row.names
+        values = [self._value(row, *one) for one in zip_longest(asked, row.defaults, fillvalue="-")]
+        try:
+            made = convert(key, row.how.rstrip("!"), values) if key == "*" or (key and values[0] is not None) else {}
+        except (Hand, TypeError, ValueError, ArithmeticError) as cause:
+            made = {"": str(cause) if isinstance(cause, Hand) else f"has a form that is not understood ({key})"}
+        own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
+        if own:
+            self.says("hand", names, f"{own}{f' ({row.remark})' if row.remark else ''}")
+        self._write(row, made, names)
+
+    def _value(self, row: PeerRow, name: str, default: str) -> Any:
+        """Of one argument; its default if the file does not say it, None if there is none."""
+        value = self.found.given[name].value if name in self.found.given else None
+        if name == "@program":
+            return self.found.program
+        if SECRET.search(name) and value is not None:
+            self.says("hand", [name], "a secret is never written into a run file")
+        elif has_gap(value) and row.how not in KEEPS_GAPS:
+            self.says("hand", [name], "is known where the script runs only; its default there was taken, if it has one")
+        elif value is not None:
+            return value
+        return None if default == "-" else default
+
+    def _write(self, row: PeerRow, made: dict[str, Any], names: tuple[str, ...]) -> None:
+        default = self.found.program if row.names == ("@program",) else ""
+        source = "; ".join(map(self.shown, names)) or default or f"{self.peer}'s default"
+        if fresh := [name for name in names if name not in self.seen | self.listed and not made]:
+            self.says("gone", fresh, "changes nothing as it is set")
+        for key, value in made.items():
+            before = self.values.pop(key, ("", "", ()))[2]
+            self.values[key] = value, source + (f": {row.remark}" if row.remark and names else ""), names
+            if not set(before) <= set(names):
+                self.says("gone", before, f"{key} is what {source} says")
+            source = f"as {next(iter(made))}"
+
+    def finish(self) -> None:
+        """What the table does not have is unknown; what the loader refuses is for the user's hand."""
+        for key in [key for key in NEEDED if key not in self.values]:
+            self.values[key] = NEEDED[key], "a name that stands for yours", ()
+            self.lists["hand"].append(f"{key}: the file does not name one")
+        if self.values.get("algo.kind", ("",))[0] == "sft":
+            self._take_away([one for one in self.values if one.startswith(GENERATES)], "gone", "nothing is generated")
+        while any(map(self._refused, inspect_config(["run.toml"], text=self.text()).problems)):
+            pass
+        kept = self.listed.union(*(names for _, _, names in self.values.values()))
+        for name in [name for name in self.found.given if name not in kept]:
+            kind = "gone" if name in self.seen else "unknown"
+            self.says(kind, [name], "writes nothing as it is set" if name in self.seen else "is not in the table")
+
+    def _refused(self, problem: Finding) -> bool:
+        """Take away what makes the loader refuse a key: that key, what decides it, or what is beside it."""
+        key, section = problem.key, "" if problem.key.startswith("roles.") else problem.key.partition(".")[0]
+        open_to = [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
+        own = [one for one in open_to if f"{key}.".startswith(f"{one}.")]
+        beside = [one for one in open_to if one.startswith(f"{section}.")]
+        fits = [one for one in INSTEAD.get(key, ()) if one in self.values] or own or beside
+        self._take_away(fits, "hand", " ".join(str(problem.error).split()))
+        return bool(fits)
+
+    def _take_away(self, keys: Sequence[str], kind: str, why: str) -> None:
+        for key in keys:
+            value, _, names = self.values.pop(key)
+            shown = "; ".join(map(self.shown, names)) or f"{self.peer}'s default {toml_value(value)}"
+            if names or kind == "hand":
+                self.lists[kind].append(f"{shown}: {key} was left out: {why:.300}")
+            self.listed.update(names)
+            if key in NEEDED:
+                self.values[key] = NEEDED[key], "a name that stands for yours", ()
+
+    def text(self) -> str:
+        """The run file."""
+        tables: dict[str, list[str]] = {}
+        for key, (value, comment, _) in self.values.items():
+            table, _, name = key.rpartition(".")
+            shown = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+            tables.setdefault(table, []).append(f"{shown} = {toml_value(value)}  # {_plain(comment)}")
+        lines = [f"# Made by `myxa migrate {self.peer}`. Beside each value: the argument that it came from."]
+        for table, pairs in tables.items():
+            lines += ["", f"[{table}]", *pairs]
+        for kind, title in LISTS.items():
+            listed = dict.fromkeys(self.lists[kind])
+            lines += ["", f"# What {title}:", *(f"# * {_plain(one)}" for one in listed)] if listed else []
+        return "\n".join(lines) + "\n"
+
+    def counts(self) -> str:
+        kept = {name for _, _, names in self.values.values() for name in names}
+        return f"{len(self.found.given)} arguments, {len(kept)} of them in the run file; the rest is listed below it"
+
+
+def _plain(text: str) -> str:
+    """One line that a comment of TOML can hold."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def migrate(peer: Peer, file: Path) -> Migration:
+    """Raises ConfigError where the file cannot be read or gives no arguments."""
+    found = (read_flags if peer == "slime" else read_hydra)(file, PROGRAMS[peer])
+    if not found.given:
+        raise found.error(0, f"has no argument of the form {'--name value' if peer == 'slime' else 'key=value'}")
+    made = Migration(peer, found)
+    made.lists["said"] = found.remarks
+    for row in rows(peer):
+        made.apply(row)
+    made.finish()
+    return made

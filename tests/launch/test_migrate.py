@@ -1,0 +1,270 @@
+"""`myxa migrate`: the values of real argument lists arrive under our keys, nothing is dropped, the file loads, and
+hostile files are refused or said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from myxa.core.config import load_config
+from myxa.core.errors import ConfigError
+from myxa.launch.cli import main
+from myxa.launch.migration.run_file import Migration, Peer, migrate, rows
+
+SLIME = """\
+BASE=/data
+NUM=${NUM:-8}
+if true; then WHO=me; fi
+CKPT_ARGS=(--hf-checkpoint ${BASE}/m --save x --save-interval 20) # kept
+ROLL=(
+   --prompt-data "$BASE/a b.jsonl" --input-key prompt --apply-chat-template
+   # --lr 9
+   --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 128
+   --rollout-max-response-len 8192 --rm-type math --eps-clip 0.2 --eps-clip-high 0.28
+   --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --optimizer adam --lr 1e-6
+   --lr-decay-style constant --adam-beta2 0.98 --max-tokens-per-gpu 9216 --context-parallel-size 2
+   --eval-prompt-data aime /e.jsonl --n-samples-per-eval-prompt 16 --sglang-cuda-graph-bs 1 2 4
+   --custom-generate-function-path mine.generate --sglang-port 3 --no-such-thing 7 --rollout-temperature ${WHO}
+   --wandb-key s3cr3t
+)
+ray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node ${NUM} --colocate \\
+   --rollout-num-gpus-per-engine 2 ${CKPT_ARGS[@]} "${ROLL[@]}" 2>&1 | tee log
+"""
+VERL = """\
+files="['/d/a.parquet', '/d/b.parquet']"
+python3 -m verl.trainer.main_ppo --config-name=x.yaml algorithm.adv_estimator=grpo data.train_files="$files" \\
+  data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 data.max_response_length=1024 \\
+  actor_rollout_ref.model.path=/m actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.rollout.n=5 \\
+  actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.rollout.name=vllm trainer.total_epochs=15 \\
+  +trainer.odd=1 ~trainer.gone +odd.key=2 trainer.logger='["console","wandb"]' trainer.project_name=p $@
+"""
+
+
+def made(peer: Peer, text: str, folder: Path, name: str = "run.sh") -> tuple[Migration, dict[str, Any]]:
+    """It must load, and each argument must be in a value's comment or a list."""
+    file = folder / name
+    file.write_text(text)
+    one = migrate(peer, file)
+    load_config(folder / "run.toml", text=one.text())
+    for argument in one.found.given:
+        assert re.search(rf"(?:--|[ ;*#]){re.escape(argument)}(?![\w.-])", one.text()), argument
+    return one, tomllib.loads(one.text())
+
+
+def test_a_script_of_slime(tmp_path: Path) -> None:
+    one, table = made("slime", SLIME, tmp_path)
+    assert table["model"] == {"path": "/data/m"}
+    assert table["data"]["train"] == "/data/a b.jsonl"
+    assert table["data"]["shuffle"] is False, "slime's default"
+    assert table["run"]["num_steps"] == 3000
+    algo = {key: table["algo"][key] for key in ("batch_size", "minibatches", "clip_low", "clip_high", "kl_coef")}
+    assert algo == {"batch_size": 32, "minibatches": 2, "clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.01}
+    assert table["algo"]["kl_kind"] == "k3"
+    assert table["async"]["max_staleness"] == 0
+    assert table["optimizer"]["betas"] == [0.9, 0.98]
+    assert table["trainer"]["max_tokens_per_microbatch"] == 2 * 9216
+    assert table["eval"]["sets"]["aime"] == {"path": "/e.jsonl", "num_samples": 16}
+    assert table["sglang"]["cuda_graph_bs"] == [1, 2, 4]
+    assert table["rollout"]["workflow"] == "mine:generate"
+    assert "temperature" not in table["rollout"]
+    assert table["roles"]["rollout"] == {"kind": "sglang", "nodes": [0], "count": 4, "devices": "0-7"}
+    assert table["memory"]["share"] == "switch"
+    assert any("--no-such-thing 7" in said for said in one.lists["unknown"])
+    hand = "\n".join(one.lists["hand"])
+    assert all(name in hand for name in ("--sglang-port", "--rollout-temperature", "--custom-generate", "--wandb-key"))
+    assert "s3cr3t" not in one.text()
+
+
+def test_async_slime_on_gpus_of_its_own(tmp_path: Path) -> None:
+    text = "python train_async.py --hf-checkpoint /m --num-rollout 5 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+    _, table = made("slime", text, tmp_path)
+    assert table["async"]["max_staleness"] == 1
+    assert (table["roles"]["trainer"]["devices"], table["roles"]["rollout"]["devices"]) == ("0-3", "4-7")
+
+
+def test_supervised_slime(tmp_path: Path) -> None:
+    words = "--loss-type sft_loss --hf-checkpoint /m --prompt-data /c.parquet --input-key messages --num-epoch 3"
+    _, table = made("slime", words, tmp_path)
+    assert (table["algo"]["kind"], table["data"]["preset"], table["data"]["max_passes"]) == ("sft", "chat", 3)
+
+
+def test_a_script_of_verl(tmp_path: Path) -> None:
+    one, table = made("verl", VERL, tmp_path)
+    assert table["data"]["train"] == ["/d/a.parquet", "/d/b.parquet"]
+    assert (table["algo"]["batch_size"], table["algo"]["minibatches"]) == (1024, 4)
+    assert (table["algo"]["kl_coef"], table["rollout"]["num_samples"]) == (0.001, 5)
+    assert table["monitor"]["options"]["wandb"]["project"] == "p"
+    assert "odd.key" in "".join(one.lists["unknown"])
+    said = "\n".join(one.lists["said"])
+    assert all(name in said for name in ("--config-name", "~trainer.gone", "$@"))
+
+
+def test_a_hydra_config(tmp_path: Path) -> None:
+    text = (
+        "data: {train_files: /a.parquet, train_batch_size: 64}\n"
+        "actor_rollout_ref:\n  model: {path: '${oc.env:MODEL}/m'}\n  rollout: {n: 4, temperature: '${x.y}'}\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', clip_ratio: '${.clip_ratio}'}\n"
+    )
+    one, table = made("verl", text, tmp_path, "c.yaml")
+    assert table["algo"]["minibatches"] == 1
+    assert table["model"]["path"] == "${oc.env:MODEL}/m"
+    assert "model.path ${oc.env:MODEL}/m (line 3)" in "".join(one.lists["hand"])
+    assert "rollout.temperature" in "".join(one.lists["hand"])
+
+
+def test_sums_of_a_script_of_verl(tmp_path: Path) -> None:
+    text = "P=$((1024 * 2))\nR=${R:-$((P*3+8/2))}\npython -m verl.trainer.main_ppo data.max_prompt_length=$P \\\n"
+    one, table = made("verl", f"{text} data.max_response_length=$R data.train_batch_size=$((P-$(nproc)))\n", tmp_path)
+    assert (table["data"]["max_prompt_tokens"], table["rollout"]["max_new_tokens"]) == (2048, 6148)
+    assert "data.train_batch_size" in "".join(one.lists["hand"])
+
+
+def test_what_a_block_or_the_caller_decides_is_not_guessed(tmp_path: Path) -> None:
+    text = (
+        'LR=1e-6; N=8\nif [ -n "$X" ]; then LR=2e-6; A+=(--gamma 0.5); fi\nread N\nfunction f {\n N=3\n}\n'
+        "cat <<END\n--lr 9 '\nEND\nA=(--lambd 0.9)\npython train.py --lr $LR --lr-decay-iters $N --eps-clip $1 ${A[@]} $@ >x 2>&1"
+    )
+    one, table = made("slime", text, tmp_path)
+    assert table["algo"]["lam"] == 0.9
+    assert {"lr", "lr-decay-iters", "eps-clip", "lambd"} == set(one.found.given)
+    hand = "\n".join(one.lists["hand"])
+    assert all(name in hand for name in ("--lr ", "--lr-decay-iters", "--eps-clip"))
+    assert "--gamma 0.5" in one.text()
+    assert "$@" in one.text()
+
+
+def test_words_are_split_and_joined_as_bash_does(tmp_path: Path) -> None:
+    """Where bash is there, it prints the words that the reader must find."""
+    text = """X="a b" Y='$X' EMPTY=; A=(--one "$X" --two $X '--three' "x\\"y" --four=$Y); A+=(--five "${N:-"p q"}" "$((2*3))" '')\n"""
+    call = 'python train.py --zero a\\ b\'c\'"d" ${A[@]+x} "${A[@]}" --six "" $EMPTY --sev#en 7 # --eight 8\n'
+    call = call.replace("${A[@]+x} ", "")
+    one, _ = made("slime", text + call, tmp_path)
+    assert {name: value for name, (value, _) in one.found.given.items()} == {
+        "zero": "a bcd", "one": "a b", "two": ["a", "b"], "three": 'x"y', "four": "$X", "five": ["p q", "6", ""],
+        "six": "", "sev#en": "7",
+    }  # fmt: skip
+    bash = shutil.which("bash")
+    if bash is not None:
+        script = text + call.replace("python train.py", "printf '%s\\n'")
+        said = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=20, check=True, env={})
+        words = '--zero|a bcd|--one|a b|--two|a|b|--three|x"y|--four=$X|--five|p q|6||--six||--sev#en|7'
+        assert said.stdout.splitlines() == words.split("|")
+
+
+@pytest.mark.parametrize("peer", ["slime", "verl"])
+@pytest.mark.parametrize(
+    "text",
+    ["A=('x", 'python train.py --lr "1', "A=(--lr 1", "echo ${A", "echo $(a", "cat <<END\nx", "", "ls\n", "\0", "(" * 99,
+     "$(" * 9 + ")" * 9, "\udcff", "x" * (1 << 19)],
+)  # fmt: skip
+def test_refused(peer: Peer, text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError):
+        migrate(peer, tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
+    (os.mkfifo if kind == "fifo" else os.mkdir)(tmp_path / "run.sh")
+    with pytest.raises(ConfigError):
+        migrate("slime", tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=xxxxxxxx\n" + 'A="$A$A"\n' * 60,
+        "A=(1 2 3 4)\n" + "A+=(${A[@]})\n" * 40,
+        "A=9999999\n" + "A=$((A*A))\n" * 60,
+        "A=" + "9" * 90_000 + "\nB=$((" + "A " * 40_000 + "))\n",
+        "A=${A:-${A:-${A:-$A}}}\nB=$B\n",
+        "<<A " * 30_000 + "\n",
+        "a=${" * 30_000 + "\n",
+        "'' " * 60_000 + "\n",
+        "a\\" * 60_000 + "\n",
+        "$((" * 30_000,
+        "".join(f"--a{number} " for number in range(20_000)),
+    ],
+)
+def test_hostile_scripts_end_soon(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text + "python train.py --lr $A")
+    begin = time.monotonic()
+    with contextlib.suppress(ConfigError):
+        assert len(migrate("slime", tmp_path / "run.sh").text()) < 10_000
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [1, 2]\nb: &b [*a, *a]\n", "[" * 5000, "a: [", "x: !!python/object/apply:os.getcwd []", "- 1\n- 2\n", "a: !!int ''",
+     "".join(f"a{number}: 1\n" for number in range(3000))],
+)  # fmt: skip
+def test_refused_configs(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        migrate("verl", tmp_path / "c.yaml")
+
+
+def test_what_is_given_twice_counts_last_and_is_said(tmp_path: Path) -> None:
+    one, table = made("slime", "python train.py --lr 1e-6 --lr 3e-6", tmp_path)
+    assert table["optimizer"]["lr"] == 3e-6
+    other, table = made("verl", "data: {seed: 1}\ndata: {seed: 2}\n", tmp_path, "c.yaml")
+    assert table["run"]["seed"] == 2
+    assert all("again" in each.text() for each in (one, other))
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    text = f"touch {tmp_path}/a\nX=$(touch {tmp_path}/b)\nY=`touch {tmp_path}/c`\necho >{tmp_path}/d\n"
+    made("slime", f"{text}python train.py --lr 1e-5 --save $X$Y >{tmp_path}/e", tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {"run.sh"}
+
+
+def test_secrets_are_never_written(tmp_path: Path) -> None:
+    text = """if x; then A=(--wandb-key s3cr3t1); fi\npython train.py --lr 1e-6 --wandb-key s3cr3t2 --sglang-api-key s3cr3t3 \\
+    --train-env-vars '{"WANDB_API_KEY": "s3cr3t4"}' ${WANDB_KEY:-s3cr3t5} --odd "password=s3cr3t6"\n"""
+    one, _ = made("slime", text, tmp_path)
+    assert "s3cr3t" not in one.text()
+
+
+@pytest.mark.parametrize("peer", ["slime", "verl"])
+def test_any_value_is_taken_or_listed(peer: Peer, tmp_path: Path) -> None:
+    seed = 7
+    print(f"seed {seed}")
+    drawn = random.Random(seed)
+    values = ("-1", "0", "1e999", "nan", "true", "''", "x", "${GAP}", "[1,2]", "99999999999", "{}")
+    values += ('"a\x07\x7f"',) if peer == "slime" else ("é",)  # YAML has no such letters: refused, with the key
+    names = [name for row in rows(peer) for name in row.names if re.match("[a-z]", name) and "*" not in name]
+    for _ in range(12):
+        some = drawn.sample(names, 12)
+        form = "--{} {}" if peer == "slime" else "x{}={}"
+        words = [form.format(name, drawn.choice(values)) for name in some]
+        text = "python -m verl.trainer.main_ppo " if peer == "verl" else "python train.py "
+        made(peer, text + " ".join(word.removeprefix("x") for word in words), tmp_path)
+
+
+@pytest.mark.parametrize(("peer", "text"), [("slime", SLIME), ("verl", VERL)])
+def test_what_is_made_can_be_planned(peer: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert main(["migrate", peer, str(tmp_path / "run.sh")]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    assert main(["plan", str(tmp_path / "run.toml"), "--elsewhere"]) == 0, capsys.readouterr().out
+    assert "GPU 7   trainer/7 rollout/3" in capsys.readouterr().out
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(SLIME)
+    assert main(["migrate", "slime", str(tmp_path / "run.sh")]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["model"]["path"] == "/data/m"
+    assert main(["migrate", "verl"]) == 0
+    assert re.search(r"^rollout\.n +\| rollout\.num_samples", capsys.readouterr().out, re.M)
+    assert main(["migrate", "slime", str(tmp_path / "none")]) == 2
