@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Literal
 
 FailureKind = Literal["environment", "sandbox", "network", "policy", "user-code"]
@@ -232,3 +233,31 @@ class GatherError(CallError):
         self.callee = ", ".join(self.errors)
         codes = [error.exit_code for error in self.errors.values() if isinstance(error, MyxaError)]
         self.exit_code = codes[0] if codes else self.exit_code
+
+
+class raised_as:  # noqa: N801 -- read as a statement: with raised_as(...)
+    """`with` or `async with`: an error of these causes that is raised inside is raised as `kind` instead, which says
+    what could not be done, then why."""
+
+    def __init__(self, kind: type[MyxaError], what: str, *causes: type[BaseException], remedy: str = "") -> None:
+        """`what`: empty where the cause says it; `remedy`: empty for the cause's own."""
+        self._kind, self._what, self._causes, self._remedy = kind, what, causes, remedy
+
+    def __enter__(self) -> None: ...
+
+    async def __aenter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, self._causes):
+            why = error.message if isinstance(error, MyxaError) else str(error)
+            if isinstance(error, OSError) and error.strerror and str(error.filename or "") in self._what:
+                why = error.strerror  # the path is said already
+            remedy = self._remedy or (error.remedy if isinstance(error, MyxaError) else "")
+            raise self._kind(": ".join(filter(None, (self._what, why))), remedy=remedy) from error
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)

@@ -23,7 +23,7 @@ from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.daemon_thread import in_daemon_thread
-from ..core.errors import CallError, LaunchError, MyxaError
+from ..core.errors import CallError, LaunchError, MyxaError, raised_as
 from ..core.messages import EngineStatus, RunStatus
 from ..core.refs import with_deadline
 from ..core.samples import NO_VERSION
@@ -231,10 +231,8 @@ async def _check_run(node: Node, place: RunDir, timeout_s: float) -> None:
     """The run is there, and not over."""
     await node.wait_for("coordinator", "buffer", timeout_s=timeout_s)
     coordinator = with_deadline(node.ref(CoordinatorContract, "coordinator"), timeout_s)
-    try:
+    with raised_as(LaunchError, f"the run in {place.path} does not answer", CallError, remedy="see its logs"):
         status = await coordinator.status()
-    except CallError as error:
-        raise LaunchError(f"the run in {place.path} does not answer: {error}", remedy="see its logs") from error
     if end := _end_of(status):
         raise LaunchError(f"the run in {place.path} is over: {end}", remedy="start another one")
 
@@ -252,10 +250,8 @@ async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
     check_has_rollouts(config)
     number = FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)
     spec = make_spec("rollout", config.roles.rollout, number, 0, ())
-    try:
+    with raised_as(LaunchError, f"{spec.name} could not join the run", CallError, remedy="see the launcher's log"):
         await node.start(await _build(spec, config, place), spec.name)
-    except CallError as error:
-        raise LaunchError(f"{spec.name} could not join the run: {error}", remedy="see the launcher's log") from error
     return spec.name
 
 

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from ..core.config import RunConfig, dump_config
 from ..core.config.data import ENVIRONMENT, parse_sources
 from ..core.config.run import EnvironmentSettings
-from ..core.errors import ConfigError, LaunchError
+from ..core.errors import ConfigError, LaunchError, raised_as
 from ..core.files import write_durably
 
 CODE, ROWS = "code", "rows"
@@ -87,11 +87,9 @@ def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
     if cause:
         remedy = f"try it with {command[0]}: it must have this myxa and the package of that environment"
         raise ConfigError(f"environments.{name}: rows cannot be made: {cause}", remedy=remedy)
-    try:
+    with raised_as(LaunchError, f"{path} cannot be written", OSError, remedy="set run.dir"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, rows)
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="set run.dir") from error
 
 
 def _with_rows(config: RunConfig, folder: str) -> RunConfig:
@@ -127,13 +125,11 @@ def write_code(run_dir: Path, files: Mapping[str, str]) -> None:
         if len(parts) < 3 or parts[0] != CODE or ".." in parts:
             raise LaunchError(f"{name} is no place for a copy of code", remedy="this is a bug; report it")
         path = run_dir.joinpath(*parts)
-        try:
+        with raised_as(LaunchError, f"{path} cannot be written", OSError, remedy="set run.dir"):
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise LaunchError(f"{path} cannot be written: {error.strerror}", remedy="set run.dir") from error
 
 
 def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
@@ -163,10 +159,8 @@ def _gather(file: Path, folder: Path, found: dict[str, str], key: str) -> None:
 
 
 def _imported(text: str, file: Path, key: str) -> set[str]:
-    try:
+    with raised_as(ConfigError, f"{key}: {file} is no Python source", SyntaxError, ValueError, remedy="mend it"):
         nodes = list(ast.walk(ast.parse(text, filename=str(file))))
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{key}: {file} is no Python source: {error}", remedy="mend it") from error
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     return {name.partition(".")[0] for name in names}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, raised_as
 
 DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
@@ -112,10 +112,8 @@ def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> t
     if given is not None:
         return given, 0
     name = next((name for name in _NUM_NODES if env.get(name)), "")
-    try:
+    with raised_as(ConfigError, f"{name}={env[name]!r}", ValueError, remedy="give --nnodes"):
         return parse_num_nodes(env[name]) if name else (1, 0)
-    except ValueError as error:
-        raise ConfigError(f"{name}={env[name]!r}: {error}", remedy="give --nnodes") from error
 
 
 def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> int:

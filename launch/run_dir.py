@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ..core.errors import LaunchError
+from ..core.errors import LaunchError, raised_as
 from ..core.files import is_locked, lock_remedy, take_lock, write_durably
 
 LOCK = ".launcher.lock"
@@ -47,10 +47,8 @@ class RunDir:
     def join(cls, path: str) -> RunDir:
         """Make sure that an already named run directory is there, with its folders."""
         run_dir = cls(Path(path))
-        try:
+        with raised_as(LaunchError, f"{run_dir.logs} cannot be made", OSError, remedy="set run.dir"):
             (run_dir.logs / "latest").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"{run_dir.logs} cannot be made: {error.strerror}", remedy="set run.dir") from error
         return run_dir
 
     @contextmanager
@@ -87,12 +85,10 @@ class RunDir:
 
     def post_config(self, text: str) -> None:
         """Write the resolved configuration in one step. Raises LaunchError."""
-        try:
+        with raised_as(LaunchError, f"{self.config} cannot be written", OSError, remedy="set run.dir"):
             # Where node 0 has written it for all, nodes that write at the same time would take each other's draft.
             if not self.config.is_file() or self.config.read_bytes() != text.encode():
                 write_durably(self.config, text.encode())
-        except OSError as error:
-            raise LaunchError(f"{self.config} cannot be written: {error.strerror}", remedy="set run.dir") from error
 
     @property
     def rdzv(self) -> Path:
@@ -122,9 +118,7 @@ def _stem(actor: str) -> str:
 def _point(link: Path, target: str) -> None:
     """Make or move a symbolic link in one step, so that readers never see it missing."""
     new = link.with_name(f".{link.name}.{os.getpid()}")
-    try:
+    with raised_as(LaunchError, f"link {link} cannot be made", OSError, remedy="set run.dir"):
         new.unlink(missing_ok=True)
         new.symlink_to(target)
         new.replace(link)
-    except OSError as error:
-        raise LaunchError(f"link {link} cannot be made: {error.strerror}", remedy="set run.dir") from error

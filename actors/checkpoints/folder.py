@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.errors import TornCheckpoint, TrainError
+from ...core.errors import TornCheckpoint, TrainError, raised_as
 from ...core.files import FileEntry, describe_file, locked_folder, sync_folder, write_durably
 from ..ledger.file import LEDGER
 from ..models.model_config import ModelConfig
@@ -52,13 +52,11 @@ class RunPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def write_run_part(folder: Path, part: RunPart, ledger: Path) -> None:
     """Move the ledger's copy into the folder, write run.json. Raises TrainError if the disk refuses."""
-    try:
+    with raised_as(
+        TrainError, f"cannot write the run's part of checkpoint {folder}", OSError, remedy="check disk and rights"
+    ):
         ledger.replace(folder / LEDGER)
         write_durably(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(part), indent=2))
-    except OSError as error:
-        raise TrainError(
-            f"cannot write the run's part of checkpoint {folder}: {error}", remedy="check disk and rights"
-        ) from error
 
 
 def read_run_part(folder: Path) -> RunPart:
@@ -82,10 +80,8 @@ def read_run_part(folder: Path) -> RunPart:
 def ledger_in(folder: Path) -> Path:
     """The checkpoint's copy of the ledger, every byte as it was written. Raises TrainError saying what is wrong."""
     entry, path = read_run_part(folder).ledger, folder / LEDGER
-    try:
+    with raised_as(TrainError, f"{path} cannot be read", OSError, remedy=_REMEDY):
         found = describe_file(path)
-    except OSError as error:
-        raise TrainError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
     if found != entry:
         raise TrainError(
             f"{path} has changed: {found.num_bytes} bytes instead of {entry.num_bytes}, or others", remedy=_REMEDY
@@ -182,7 +178,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, move the folder to its place. Raises TrainError for the disk, or a later writer."""
     writer = writer_of(manifest.extra)
     fresh = partial_of(folder, writer)
-    try:
+    with raised_as(TrainError, f"cannot commit checkpoint {folder}", OSError, remedy="check disk and rights"):
         path = fresh / MANIFEST
         with path.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
@@ -191,8 +187,6 @@ def commit(folder: Path, manifest: Manifest) -> None:
         sync_folder(fresh)
         with place_of(folder, writer):
             put_in_place(fresh, folder)
-    except OSError as error:
-        raise TrainError(f"cannot commit checkpoint {folder}: {error}", remedy="check disk and rights") from error
 
 
 @contextmanager
@@ -430,12 +424,10 @@ def partial_of(folder: Path, writer: Writer | None = None) -> Path:
 def begin(folder: Path, writer: Writer | None = None) -> Path:
     """Make an empty place to write to. Raises TrainError if the disk refuses."""
     fresh = partial_of(folder, writer)
-    try:
+    with raised_as(TrainError, f"cannot make checkpoint folder {fresh}", OSError, remedy="check disk and rights"):
         if fresh.exists():
             shutil.rmtree(fresh)
         fresh.mkdir(parents=True)
-    except OSError as error:
-        raise TrainError(f"cannot make checkpoint folder {fresh}: {error}", remedy="check disk and rights") from error
     return fresh
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.daemon_thread import in_daemon_thread
-from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError
+from ...core.errors import ConfigError, LaunchError, LedgerError, MyxaError, raised_as
 from ...core.files import read_regular, until_written, write_durably
 from ...core.knobs import AuditRecord
 from ...core.messages import EngineStatus, Record, RunPhase, RunStatus
@@ -131,12 +131,8 @@ class CoordinatorJournal:
     def _write(self) -> None:
         with self._turn:
             run = replace(self.state, phase=self.coming or self.state.phase)
-            try:
+            with raised_as(LedgerError, str(self.path), OSError, remedy="check disk and rights of the run directory"):
                 write_durably(self.path, msgspec.json.encode(Kept(launch=self.launch, run=run)), 0o600)
-            except OSError as error:
-                raise LedgerError(
-                    f"{self.path}: {error.strerror or error}", remedy="check disk and rights of the run directory"
-                ) from error
 
 
 @dataclass(frozen=True, slots=True)

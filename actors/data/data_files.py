@@ -16,7 +16,7 @@ from typing import cast
 
 import orjson
 
-from ...core.errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError, raised_as
 from .columnar import ColumnarFile, Kind
 from .layout import RowLayout
 from .recorded import RecordedGroups
@@ -96,13 +96,11 @@ class RowFiles:
 
 def files_of(path: str, key: str) -> tuple[str, ...]:
     """The files that a path names, in the order in which they are read. Raises ConfigError."""
-    try:
+    with raised_as(ConfigError, f"{key}: {path} cannot be read", OSError, remedy="check its permissions"):
         if Path(path).is_dir():
             return _of_folder(path, key)
         if not Path(path).exists() and glob.has_magic(path):
             return _of_pattern(path, key)
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}", remedy="check its permissions") from error
     return (path,)
 
 

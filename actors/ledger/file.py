@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from ...core.errors import LedgerError
+from ...core.errors import LedgerError, raised_as
 from ...core.files import FileEntry, describe_file, is_locked, lock_remedy, take_lock
 from ...core.messages import Record, SamplingParams
 from ...core.samples import Group, Sample
@@ -193,10 +193,8 @@ def decode_partial(group_id: int, data: bytes) -> tuple[Sample, ...]:
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    try:
+    with raised_as(LedgerError, f"{what} is damaged", msgspec.MsgspecError, ValueError):
         return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise LedgerError(f"{what} is damaged: {error}") from error
 
 
 LEDGER = "ledger.sqlite"
@@ -285,10 +283,8 @@ class LedgerReader:
         self._traces.close()
 
     def query(self, sql: str, *args: Any, **named: Any) -> list[tuple[Any, ...]]:
-        try:
+        with raised_as(LedgerError, f"{self.path} cannot be read", sqlite3.Error):
             return self._db.execute(sql, named or args).fetchall()
-        except sqlite3.Error as error:
-            raise LedgerError(f"{self.path} cannot be read: {error}") from error
 
     def meta(self) -> dict[str, str]:
         return dict(self.query("SELECT key, value FROM meta"))
@@ -373,10 +369,8 @@ WHOLE = "FROM groups g JOIN payloads p ON p.group_id = g.group_id AND p.is_whole
 
 def dump_groups(path: Path, target: Path) -> int:
     """Copy the ledger, which may be in use; how many finished groups with tokens it holds. Raises LedgerError."""
-    try:
+    with raised_as(LedgerError, f"{target} cannot be written", OSError, remedy="name another file"):
         target.touch(0o600, exist_ok=False)
-    except OSError as error:
-        raise LedgerError(f"{target} cannot be written: {error.strerror}", remedy="name another file") from error
     try:
         copy_ledger(path, target)
         target.chmod(0o600)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...core.errors import LedgerError
+from ...core.errors import LedgerError, raised_as
 from ...core.files import refusal
 from ...core.samples import Group, Sample
 from .file import (
@@ -246,11 +246,9 @@ class Ledger(LedgerReader):
         self.next_step = max(self.newest_version, claimed)
         """The first without a claim."""
         self.tally = GroupTally(self)
-        try:
+        with raised_as(LedgerError, "the terms of groups in the ledger are damaged", msgspec.MsgspecError):
             texts = self.query("SELECT id, data FROM terms")
             self._terms = {number: msgspec.json.decode(text, type=Terms) for number, text in texts}
-        except msgspec.MsgspecError as error:
-            raise LedgerError(f"the terms of groups in the ledger are damaged: {error}") from error
         with self._change() as change:
             change.meta[LIVE + _CHECKED] = str(self.newest_transition())
             for row in self.rows(State.DISPATCHED):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.config.learning import ALL_LINEAR, LoraConfig
-from ...core.errors import ConfigError, ModelError, TrainError
+from ...core.errors import ConfigError, ModelError, TrainError, raised_as
 from ...core.protocols import NamedArray
 from ...core.suggestion import suggest
 from .hf_folder import check_values, read_json, weight_files
@@ -135,11 +135,9 @@ def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tenso
         "target_modules": sorted(names), "bias": "none", "fan_in_fan_out": False, "use_rslora": False,
         "use_dora": False,
     }  # fmt: skip
-    try:
+    with raised_as(ModelError, f"cannot write adapter folder {folder}", OSError, remedy="choose another folder"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    except OSError as err:
-        raise ModelError(f"cannot write adapter folder {folder}: {err}", remedy="choose another folder") from err
     write_safetensors(Path(folder) / WEIGHTS, tensors)
 
 

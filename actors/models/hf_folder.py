@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ...core.errors import ConfigError, ModelError
+from ...core.errors import ConfigError, ModelError, raised_as
 from ...core.files import read_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
@@ -254,13 +254,11 @@ def write_folder(
     behind = f"model.layers.{config.get('num_hidden_layers')}."
     if config.get("num_nextn_predict_layers") and not any(one.spec.name.startswith(behind) for one in tensors):
         config = {**config, "num_nextn_predict_layers": 0}  # a server would guess with weights that were not written
-    try:
+    with raised_as(ModelError, f"cannot write model folder {root}", OSError, remedy="choose another folder"):
         root.mkdir(parents=True, exist_ok=True)
         (root / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, root)
-    except OSError as err:
-        raise ModelError(f"cannot write model folder {root}: {err}", remedy="choose another folder") from err
     if len(shards) == 1:
         write_safetensors(root / WEIGHTS, shards[0])
         (root / INDEX).unlink(missing_ok=True)
@@ -297,10 +295,8 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
     more = sorted(path.relative_to(root) for path in (root / TEMPLATE_FOLDER).glob("*.jinja"))
     for name in (*map(Path, (*TOKENIZER_FILES, GENERATION_CONFIG)), *more):
         if (root / name).exists():
-            try:
+            with raised_as(ModelError, f"cannot read {root / name}", OSError, remedy="download the file again"):
                 content = read_regular(root / name, MAX_TOKENIZER_BYTES)
-            except OSError as err:
-                raise ModelError(f"cannot read {root / name}: {err}", remedy="download the file again") from err
             (into / name).parent.mkdir(exist_ok=True)
             (into / name).write_bytes(content)
 
@@ -314,10 +310,8 @@ def check_second_model(key: str, path: str, model: ModelConfig) -> None:
     """Raise ConfigError unless `path`, which the run file's `key` names (or is empty), is shaped as `model`."""
     if not path:
         return
-    try:
+    with raised_as(ConfigError, key, ModelError):
         found = read_config(path)
-    except ModelError as error:
-        raise ConfigError(f"{key}: {error.message}", remedy=error.remedy) from error
     if key == "critic.path":
         found, model = critic_layers(found), critic_layers(model)
     for field in fields(ModelConfig):
@@ -338,11 +332,8 @@ def check_critic(critic: CriticConfig, model: ModelConfig) -> None:
     """Raise ConfigError if `critic.path` has no weights of the policy's shape, or a head of several values."""
     check_second_model("critic.path", critic.path, model)
     layers = critic_layers(model)
-    try:
-        with open_weights(critic.path, layers) as tensors:
-            value_head_in(tensors, layers, critic.path)
-    except ModelError as error:
-        raise ConfigError(f"critic.path: {error.message}", remedy=error.remedy) from error
+    with raised_as(ConfigError, "critic.path", ModelError), open_weights(critic.path, layers) as tensors:
+        value_head_in(tensors, layers, critic.path)
 
 
 def value_head_in(tensors: Mapping[str, NamedArray], layers: ModelConfig, place: str) -> dict[str, NamedArray]:

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from ...core.errors import ModelError
+from ...core.errors import ModelError, raised_as
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from ...core.samples import F32
@@ -164,13 +164,11 @@ def write_tokenizer(folder: str | Path, config: ModelConfig) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     generation = {"eos_token_id": END_ID, "pad_token_id": PAD_ID, "do_sample": True, "temperature": 1.0, "top_k": 0}
-    try:
+    with raised_as(ModelError, f"cannot write the tokenizer to {root}", OSError, remedy="choose another folder"):
         build_tokenizer(config.vocab_size).save(str(root / "tokenizer.json"))
         for name, value in (("tokenizer_config.json", settings), ("generation_config.json", generation)):
             (root / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    except OSError as err:
-        raise ModelError(f"cannot write the tokenizer to {root}: {err}", remedy="choose another folder") from err
 
 
 def main(arguments: Sequence[str]) -> int:

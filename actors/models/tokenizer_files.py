@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ...core.errors import ModelError
+from ...core.errors import ModelError, raised_as
 from ...core.files import read_regular
 from .hf_folder import (
     CONFIG,
@@ -119,7 +119,5 @@ def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _bytes_of(path: Path) -> bytes:
-    try:
+    with raised_as(ModelError, f"cannot read {path}", OSError, remedy="download the file again"):
         return read_regular(path, MAX_TOKENIZER_BYTES)
-    except OSError as err:
-        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err

@@ -64,7 +64,16 @@ from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
 from ...core.config.servers import OFF, ServerShape
-from ...core.errors import ConfigError, DataError, LedgerError, ModelError, MyxaError, TemplateError, TrainError
+from ...core.errors import (
+    ConfigError,
+    DataError,
+    LedgerError,
+    ModelError,
+    MyxaError,
+    TemplateError,
+    TrainError,
+    raised_as,
+)
 from ...core.samples import DEMONSTRATION_TURNS, PAIR, Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
@@ -131,10 +140,8 @@ def _check_weights(path: str, model: ModelConfig) -> list[str]:
 
 def _check_reference(config: RunConfig, model: ModelConfig) -> None:
     check_second_model("algo.ref_path", config.algo.ref_path, model)
-    try:
+    with raised_as(ConfigError, "algo.ref_path", MyxaError):
         _check_weights(config.algo.ref_path, model)
-    except MyxaError as error:
-        raise ConfigError(f"algo.ref_path: {error.message}", remedy=error.remedy) from error
 
 
 # -- tokenizer and chat template ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...core.errors import CallError, ConfigError, LaunchError
+from ...core.errors import CallError, ConfigError, LaunchError, raised_as
 from ...core.files import write_durably
 from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
@@ -180,10 +180,8 @@ def _own_key(path: Path) -> Path:
 def _listen_address(endpoint: Endpoint | None) -> str:
     """Address of this host to listen on. A name is resolved here, because libzmq would take it for an interface."""
     host = endpoint.host if endpoint is not None else socket.gethostname()
-    try:
+    with raised_as(LaunchError, f"--rdzv: {host!r} is unknown here", OSError, remedy="give an IP address"):
         address = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise LaunchError(f"--rdzv: {host!r} is unknown here: {error}", remedy="give an IP address") from error
     named_loopback = host == "localhost" or host.startswith("127.")
     if ipaddress.ip_address(address).is_loopback and not named_loopback:
         raise LaunchError(

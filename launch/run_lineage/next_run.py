@@ -35,7 +35,7 @@ from ...actors.checkpoints.folder import (
 )
 from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, is_in_use, lock_ledger, recorded
 from ...core.config import RunConfig, dump_config, load_config
-from ...core.errors import LaunchError, LedgerError, MyxaError
+from ...core.errors import LaunchError, LedgerError, MyxaError, raised_as
 from ..run_dir import RunDir, is_run_folder
 from .origin import CONFIG, ORIGIN, START_FILE, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
@@ -173,7 +173,7 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
     """Prepare the next life. `config`: of a torn config.toml. Raises LaunchError or LedgerError for the disk."""
     origin = RunOrigin.load(run_dir.path)
     past = past_of(run_dir.path, len(origin.lives))
-    try:
+    with raised_as(LaunchError, f"{run_dir.path} cannot be made ready", OSError, remedy="check disk and rights"):
         _restore(run_dir, past, config)
         for info in list_checkpoints(run_dir.path / CHECKPOINTS):
             if info.version > point.version or (info.version == point.version and info.path != point.checkpoint):
@@ -192,8 +192,6 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
         if point.checkpoint != point.place:
             point.checkpoint.replace(point.place)
         shutil.rmtree(run_dir.path / "weights", ignore_errors=True)
-    except OSError as error:
-        raise LaunchError(f"{run_dir.path} cannot be made ready: {error}", remedy="check disk and rights") from error
     life = Life(
         version=point.version,
         ledger=point.ledger_words,
@@ -202,10 +200,8 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
     )
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
-    try:
+    with raised_as(LaunchError, f"{point.place} cannot be written", OSError, remedy="check disk and rights"):
         start_keeper(run_dir.path)(point.place)
-    except OSError as error:
-        raise LaunchError(f"{point.place} cannot be written: {error}", remedy="check disk and rights") from error
     return origin
 
 

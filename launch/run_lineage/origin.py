@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ...actors.checkpoints.folder import CheckpointInfo, version_in
-from ...core.errors import LaunchError
+from ...core.errors import LaunchError, raised_as
 from ...core.files import read_regular, write_durably
 from ..worker_spec import DEFAULT_PROGRAM
 
@@ -70,10 +70,8 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
     def save(self, run_dir: Path) -> None:
         """Write it in one step. Raises LaunchError if the disk refuses."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
-        try:
+        with raised_as(LaunchError, f"{run_dir / ORIGIN} cannot be written", OSError, remedy="check disk"):
             write_durably(run_dir / ORIGIN, text)
-        except OSError as error:
-            raise LaunchError(f"{run_dir / ORIGIN} cannot be written: {error.strerror}", remedy="check disk") from error
 
     @classmethod
     def load(cls, run_dir: Path) -> RunOrigin:

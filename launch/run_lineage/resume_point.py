@@ -15,7 +15,7 @@ from typing import Any
 from ...actors.checkpoints.folder import OLD, CheckpointInfo, find_checkpoint, is_kept, ledger_in, look_at, whole_ones
 from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
-from ...core.errors import LaunchError, LedgerError, TrainError
+from ...core.errors import LaunchError, LedgerError, TrainError, raised_as
 from .origin import CHECKPOINTS, RunOrigin
 
 OWN_LEDGER = "its own ledger"
@@ -146,10 +146,8 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
     """`place`: a checkpoint, which is not looked into, a run directory, or its folder of checkpoints. `reads_all`:
     check every byte, for callers that others do not wait for. Raises TrainError naming what was found instead."""
     root = Path(place)
-    try:
+    with raised_as(TrainError, "", LaunchError):
         origin = RunOrigin.load(root.parent if root.name == CHECKPOINTS else root)
-    except LaunchError as error:
-        raise TrainError(error.message, remedy=error.remedy) from error
     if (root / "config.toml").is_file() and not (root / CHECKPOINTS).exists():
         remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it runs"
         raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from ...core.config import RoleName, RunConfig
 from ...core.config.run import EngineSettings, RoleSettings, RolloutRole, parse_devices
 from ...core.config.section import Table, check_urls
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, raised_as
 from ..actor_spec import ActorSpec, RankSpec
 from ..composition.weight_channels import choose_channel, has_reader
 
@@ -316,10 +316,8 @@ def _free_servers(config: RunConfig, attach: str, num: int, holders: Sequence[Ac
         raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
     if not own:
         return [""] * num
-    try:
+    with raised_as(ConfigError, "--attach", ValueError, remedy="name each server once, as http://host:port"):
         named = check_urls(tuple(part.strip() for part in attach.split(",") if part.strip()))
-    except ValueError as error:
-        raise ConfigError(f"--attach: {error}", remedy="name each server once, as http://host:port") from error
     in_use = {server_of(actor, config).rstrip("/") for actor in holders}
     free = [url for url in named or own if url.rstrip("/") not in in_use]
     if len(free) < num or len(named) > num:

@@ -30,6 +30,7 @@ from ...core.errors import (
     NoSuchActor,
     NotSent,
     PeerDied,
+    raised_as,
 )
 from ...core.messages import Event, Telemetry
 from ...core.refs import with_deadline
@@ -268,11 +269,9 @@ class RunSupervisor(SupervisorContract):
         """A node's actors hand their work back and end, then it leaves. Raises ConfigError if one cannot: none does."""
         if node == 0 or node not in self.nodes:
             raise ConfigError(f"node {node} cannot leave", remedy="node 0 conducts the run; see `myxa ps` for others")
-        try:
+        with raised_as(ConfigError, f"node {node} cannot leave", SupervisionError, remedy="`myxa down` ends the run"):
             for name in self._on_node(node):
                 self._rules.check_retire(name)
-        except SupervisionError as error:
-            raise ConfigError(f"node {node} cannot leave: {error}", remedy="`myxa down` ends the run") from error
         if self.membership.leave(node, reason):
             self.ctx.log.info("node %d leaves: %s", node, reason)
             for name in reversed(self._on_node(node)):
@@ -296,10 +295,8 @@ class RunSupervisor(SupervisorContract):
         """Start one more actor of a role. Raises ConfigError if the run is not ready for it, or ends."""
         if not self._has_started:
             raise ConfigError(f"{actor.name} cannot join: the run is being started", remedy="try again when it runs")
-        try:
+        with raised_as(ConfigError, f"{actor.name} cannot join", SupervisionError):
             self._rules.grow(actor.role, actor.name)
-        except SupervisionError as error:
-            raise ConfigError(f"{actor.name} cannot join: {error}") from error
         self.actors[actor.name] = RunActor(actor)
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
@@ -318,10 +315,8 @@ class RunSupervisor(SupervisorContract):
 
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""
-        try:
+        with raised_as(ConfigError, f"{name} cannot leave", SupervisionError):
             self._carry_out(self._rules.retire(name, reason, self._now()))
-        except SupervisionError as error:
-            raise ConfigError(f"{name} cannot leave: {error}") from error
 
     def renew(self, name: str, reason: str) -> None:
         """Have an actor, or its whole gang, end and start again. Raises ConfigError for one that leaves."""

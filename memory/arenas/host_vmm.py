@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.errors import MemoryFault, OutOfDeviceMemory
+from ...core.errors import MemoryFault, OutOfDeviceMemory, raised_as
 from . import libc
 from .driver import VmmDriver
 
@@ -56,12 +56,10 @@ class HostVmmDriver(VmmDriver):
     def create(self, num_bytes: int) -> int:
         offset = self._end
         if num_bytes <= self.free_bytes():
-            try:
+            with raised_as(
+                MemoryFault, f"{self._device}: a file of {offset + num_bytes:,} bytes", OSError, remedy="see ulimit -f"
+            ):
                 os.ftruncate(self._fd, offset + num_bytes)
-            except OSError as error:
-                raise MemoryFault(
-                    f"{self._device}: a file of {offset + num_bytes:,} bytes: {error.strerror}", remedy="see ulimit -f"
-                ) from error
             if libc.fill_file(self._fd, offset, num_bytes):
                 self._end += num_bytes
                 return 1 + offset

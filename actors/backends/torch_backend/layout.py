@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ....algos.ratios import Segments
-from ....core.errors import TrainError
+from ....core.errors import TrainError, raised_as
 from ....core.samples import F32, NO_VERSION, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
 from ..vocab_scores import Temperature
 from .tensors import from_array
@@ -343,10 +343,8 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
     """Raise TrainError naming the first sample whose arrays disagree or that holds an impossible token, or that was
     drawn at a temperature that has no log-probs."""
     for sample in samples:
-        try:
+        with raised_as(TrainError, "", ValueError, remedy="engine and trainer must use the same model folder"):
             check_sample(sample, vocab_size)
-        except ValueError as error:
-            raise TrainError(str(error), remedy="engine and trainer must use the same model folder") from error
         if not sample.prompt_ids.size and sample.loss_mask[:1].any():
             raise TrainError(
                 f"sample {sample.name}: its first token has nothing in front that could predict it",

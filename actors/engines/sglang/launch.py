@@ -32,7 +32,7 @@ import psutil
 
 from ....core.config.servers import GroupKind, ServerShape
 from ....core.device_memory import TagReport
-from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError
+from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, raised_as
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
@@ -148,11 +148,9 @@ class ServerProcess:
 
 async def start_server(what: ServerCommand) -> ServerProcess:
     """Start it, below a subreaper. Raises LaunchError when there can be no log."""
-    try:
+    with raised_as(LaunchError, f"{what.name}: {what.log_path} cannot be made", OSError):
         what.log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(what.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
-    except OSError as err:
-        raise LaunchError(f"{what.name}: {what.log_path} cannot be made: {err.strerror}") from err
     command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *what.command)
     what = replace(what, log_start=os.fstat(log).st_size)
     try:

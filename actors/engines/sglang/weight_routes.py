@@ -43,7 +43,7 @@ from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ....core.config.run import LOCAL_HOSTS
-from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused
+from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused, raised_as
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
 from ....core.samples import NO_VERSION
@@ -104,10 +104,8 @@ class FolderRoute:
             )
         if urlsplit(self._server.url).hostname in LOCAL_HOSTS:  # else the path means something on another host
             self.beacon.step(f"checks {folder}", is_counted=False)
-            try:
+            with raised_as(EngineError, place, EngineError):
                 await asyncio.to_thread(self._check, manifest)
-            except EngineError as err:
-                raise EngineError(f"{place}: {err.message}", remedy=err.remedy) from err
             self._has_read = True
 
     def _check(self, manifest: WeightManifest) -> None:
