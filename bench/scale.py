@@ -132,7 +132,7 @@ async def fleet(folder: Path, options: Any, first: int, end: int) -> None:
         engine: Any = StubEngine(index, commits, options.step_s * MEDIAN, options.tokens)
         rollout = Light(
             engine=engine, workflow=BUILTINS["single_turn"], scorer=FixedReward(), tokenizer=tokenizer,
-            options=RolloutOptions(concurrency=config.rollout.max_groups, run_dir=str(folder)),
+            options=RolloutOptions(rollout=config.rollout, run_dir=str(folder)),
         )  # fmt: skip
         await node.start(rollout, f"rollout/{index}")
 

@@ -20,12 +20,12 @@ from ...core.knobs import ChangeReply, ChangeRequest, KnobTable, KnobValue, Knob
 from ...core.messages import EngineStatus, EvalResult, RunStatus, StepReport, WeightManifest
 from ...core.timeouts import TIMEOUTS
 from ..contracts import CoordinatorContract, TrainerContract
-from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
+from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs, section_knobs
 from ..weights.rollout_update import Adopter, Adoption
 from .audit import read_audit
 from .evaluator import Evaluator
 from .knob_conductor import KnobConductor, restore
-from .options import CoordinatorOptions, coordinator_knobs
+from .options import COORDINATOR_TUNABLES, CoordinatorOptions
 from .run_control import RunControl
 from .run_state import CoordinatorJournal, PhaseMoves, RunContext, RunState
 
@@ -64,7 +64,9 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._phases = PhaseMoves(run, self._changed.set)
         self._make_parts(run)
         self.knob_owner = KnobOwner(
-            self.ctx.name, (*coordinator_knobs(self._options, self._use_knobs), LOG_LEVEL), self._telemetry
+            self.ctx.name,
+            (*section_knobs(COORDINATOR_TUNABLES, self._options, self._use_knobs), LOG_LEVEL),
+            self._telemetry,
         )
         if is_anew:
             state = self._state

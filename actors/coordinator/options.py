@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.config import RunConfig
 from ...core.config.data import EvalSetSettings, EvalSettings
 from ...core.config.run import RunSettings, WeightSettings
-from ...core.knobs import KnobValue, Tunable
+from ...core.knobs import Tunable
 from ...core.messages import SamplingParams
-from ..knobs.owner import Knob, knob_maker
+from ..knobs.owner import knob_maker
 from ..weights.rollout_update import AdoptionLimits
 
 
@@ -54,18 +54,3 @@ COORDINATOR_TUNABLES: tuple[Tunable, ...] = (
     _knob("weights.adopt_at_once", "Those that do already are left to it.", unit="engines"),
 )
 # fmt: on
-
-
-def coordinator_knobs(live: CoordinatorOptions, on_change: Callable[[], None]) -> tuple[Knob, ...]:
-    """`live`: what the coordinator uses now. `on_change`: called when a value is another one."""
-
-    def knob(tunable: Tunable) -> Knob:
-        section, _, key = tunable.key.partition(".")
-
-        def use(value: KnobValue) -> None:
-            setattr(live, section, getattr(live, section).model_copy(update={key: value}))
-            on_change()
-
-        return Knob(tunable, lambda: getattr(getattr(live, section), key), use)
-
-    return tuple(map(knob, COORDINATOR_TUNABLES))

@@ -8,7 +8,7 @@ it. Answers may come late, twice or out of turn: epochs order them. For the loop
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -61,6 +61,22 @@ def knob_maker(owner: str, boundary: Boundary) -> Callable[..., Tunable]:
         return Tunable(**given)
 
     return make
+
+
+def section_knobs(tunables: Iterable[Tunable], live: Any, on_change: Callable[[], None]) -> Iterator[Knob]:
+    """Knobs of keys of the run file. `live`: what is used now, with sections of the file as attributes of their names.
+    `on_change`: called when a value is another one."""
+
+    def knob(tunable: Tunable) -> Knob:
+        section, _, key = tunable.key.partition(".")
+
+        def use(value: KnobValue) -> None:
+            setattr(live, section, getattr(live, section).model_copy(update={key: value}))
+            on_change()
+
+        return Knob(tunable, lambda: getattr(getattr(live, section), key), use)
+
+    return map(knob, tunables)
 
 
 def _of_field(key: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from ...algos.rewards.outcome import RewardOutcome
 from ...core.activity import Hop
 from ...core.clock import Clock
 from ...core.completions import Completion
+from ...core.config import RewardSettings
+from ...core.config.run import GatewaySettings, RolloutSettings
 from ...core.errors import (
     DataError,
     DeadlyReward,
@@ -38,7 +40,7 @@ from ...core.errors import (
     UserCodeError,
 )
 from ...core.messages import Assignment, DropReason, RolloutNow, SamplingParams
-from ...core.protocols import Delta, GenerateRequest, PauseMode, Tokenizer
+from ...core.protocols import Delta, GenerateRequest, Tokenizer
 from ...core.samples import I32, ExpertChoices, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..environments.workflow import EnvironmentPools
@@ -75,41 +77,23 @@ def no_engine(request: GenerateRequest) -> AsyncIterator[Delta]:
 
 @dataclass(slots=True)
 class RolloutOptions:
-    """Plain settings of a rollout actor; those that a knob has change while it runs."""
+    """Settings of a rollout actor; those that a knob has change while it runs."""
 
-    concurrency: int = 1
-    """Groups in flight at most."""
-    max_turns: int = 1
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
     context_length: int = 0
     """0: the engine's own."""
     report_s: float = 1.0
-    workflow_timeout_s: float = 600.0
-    """For one sample that is begun from now on."""
-    max_error_rate: float = 0.1
-    """Share of groups that may be lost to the workflow or the engine."""
-    pause_mode: PauseMode | None = None
-    """None: there is no engine, or it cannot change it."""
-    save_partials_s: float = 5.0
-    """How often tokens so far are sent to the buffer; 0: never."""
     through_router: bool = False
     """Requests may be answered by a server that has not loaded the newest version yet."""
     run_dir: str = ""
     """Through which weights may travel."""
-    max_outage_s: float = 300.0
-    """For so long all groups may be lost to their environments."""
-    max_retries: int = 2
-    """How often a member is tried again whose environment failed."""
-    workers: int | None = None
-    """Processes of its workflow at most, or of each environment; None: it has none."""
-    zero_on_error: bool = False
-    """A member that fails by its policy gets reward 0."""
     loss_parts: tuple[LossPart, ...] = ("algo",)
     choices: ExpertChoices | None = None
     """Of the model, where samples must have the experts of their tokens."""
-    eval_requests: int | None = None
-    """Requests with the eval key under way at a time; None: there is no such key."""
     eval_sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Of these requests, where they do not say it."""
+    """Of requests with the eval key, where they do not say it."""
 
 
 @dataclass(slots=True)
@@ -369,7 +353,7 @@ class GroupRunner:
                     num_lost += 1
                     member.again(member.so_far())
                     continue
-                if failed.kind not in RETRIED or member.num_retries >= self.options.max_retries:
+                if failed.kind not in RETRIED or member.num_retries >= self.options.rollout.max_retries:
                     raise
                 self._failed(failed, f"it is tried again: {failed.message}")
                 self.failures["rollout/num_retried"] += 1
@@ -388,7 +372,7 @@ class GroupRunner:
             member.again()
             return
         samples = tuple(one for one in member.so_far() if one.loss_mask.any())
-        if not self.options.zero_on_error or not samples:
+        if self.options.reward.on_error != "zero" or not samples:
             self._failed(failed, f"its group is dropped: {failed.message}")
             raise failed
         self._failed(failed, f"it gets reward 0: {failed.message}")
@@ -443,13 +427,13 @@ class GroupRunner:
         context = WorkflowContext(
             episode=episode,
             tokenizer=self.tokenizer,
-            max_turns=self.options.max_turns,
+            max_turns=self.options.rollout.max_turns,
             index=member.index,
             session_id=self._session_id(member),
             attempt=_attempt(member),
-            run_s=self.options.workflow_timeout_s,
+            run_s=self.options.rollout.timeout_s,
         )
-        timeout_s = None if self._is_lasting else self.options.workflow_timeout_s
+        timeout_s = None if self._is_lasting else self.options.rollout.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 made = await workflow(context, prompt)
@@ -480,7 +464,7 @@ class GroupRunner:
             recorded=member.recorded,
         )
         try:
-            run_s = self.options.workflow_timeout_s
+            run_s = self.options.rollout.timeout_s
             samples, temperatures = await pool.play(start, run_s, model, record)
         except MemberFailed as failed:
             words = f"{failed.message} {member.where}"

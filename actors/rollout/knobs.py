@@ -5,11 +5,8 @@ All rollout actors have the same values. All are used "now".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ...core.knobs import KnobValue, Tunable
-from ..knobs.owner import Knob, knob_maker
-from .group_runner import RolloutOptions
+from ...core.knobs import Tunable
+from ..knobs.owner import knob_maker
 
 OWNER = "rollout"
 _knob = knob_maker(OWNER, "now")
@@ -28,18 +25,3 @@ TUNABLES: tuple[Tunable, ...] = (
     _knob("gateway.eval_requests", "Further ones are refused as busy.", unit="requests"),
 )
 # fmt: on
-
-
-def rollout_knobs(options: RolloutOptions, apply: Callable[[], None]) -> tuple[Knob, ...]:
-    """The knobs over `options`. `apply` puts what they say into force, wherever that is."""
-
-    def knob(tunable: Tunable) -> Knob:
-        name = tunable.name
-
-        def use(value: KnobValue) -> None:
-            setattr(options, name, value)
-            apply()
-
-        return Knob(tunable, lambda: getattr(options, name), use)
-
-    return tuple(knob(t) for t in TUNABLES if getattr(options, t.name) is not None)

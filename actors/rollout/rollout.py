@@ -53,7 +53,7 @@ from ...core.samples import NO_VERSION, Group, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, GatewayContract, RolloutContract
-from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
+from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs, section_knobs
 from ..rewards.guard import GroupBudget, Guarded, Reference, Scorer, all_ended
 from ..stream_checks import StreamChecks
 from ..telemetry import Reporter
@@ -63,7 +63,7 @@ from ..workflows.episode import Generate, Lasting, ModelAccess, Resizable, Workf
 from ..workflows.timeline import ACTIVITIES, rows
 from .evaluation import Evaluation
 from .group_runner import GroupLoad, GroupRunner, Partial, Pool, RolloutOptions, RunningGroup, drop_reason, no_engine
-from .knobs import rollout_knobs
+from .knobs import TUNABLES
 from .other_models import OtherModel
 from .tenant import RolloutTenant, Tenancy, require
 
@@ -140,8 +140,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._rebuilder = rebuilder
         self._tokenizer = tokenizer
         self._options = options = copy(options)
-        options.pause_mode = None if engine is None else engine.pause_mode
-        options.workers = options.workers if isinstance(workflow, Resizable) else None
+        if engine is not None:
+            options.rollout = options.rollout.model_copy(update={"pause_mode": engine.pause_mode})
         self._version = NO_VERSION
         self._serving = asyncio.Event()
         self._tenancy = tenancy
@@ -150,7 +150,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._max_running = 0
         self._is_given_up = False
         self._evaluation = evaluation or Evaluation()
-        self._budget = GroupBudget(options.max_error_rate, options.max_outage_s)
+        self._budget = GroupBudget(options.reward.max_error_rate, options.reward.max_outage_s)
         """Of groups lost to the workflow or the engine."""
         self._held: dict[int, _Held] = {}
         self.counts = Counter[str](dict.fromkeys(COUNTED, 0))
@@ -185,19 +185,24 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._judges.listen(self._tell)
         if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
             self._tenant = RolloutTenant(report, self._engine, self._tenancy, on_change=self._note_turn)
-        self.knob_owner = KnobOwner(
-            self.ctx.name, (*rollout_knobs(self._options, self._apply), LOG_LEVEL), self._telemetry
-        )
+        has = {
+            "pause_mode": self._engine is not None,
+            "workers": isinstance(self._workflow, Resizable),
+            "eval_requests": self._options.gateway.eval_requests > 0,
+        }
+        own = section_knobs((one for one in TUNABLES if has.get(one.name, True)), self._options, self._apply)
+        self.knob_owner = KnobOwner(self.ctx.name, (*own, LOG_LEVEL), self._telemetry)
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
         """Put the live values where they act. What runs already runs to its end."""
-        self._budget.lost.max_rate = self._options.max_error_rate
-        self._judges.allow(self._options.max_error_rate)
-        if self._options.workers is not None and isinstance(self._workflow, Resizable):
-            self._workflow.resize(self._options.workers)
-        if self._options.pause_mode is not None and self._engine is not None:
-            self._engine.pause_mode = self._options.pause_mode
+        options = self._options
+        self._budget.lost.max_rate = options.reward.max_error_rate
+        self._judges.allow(options.reward.max_error_rate)
+        if isinstance(self._workflow, Resizable):
+            self._workflow.resize(options.rollout.workers)
+        if self._engine is not None:
+            self._engine.pause_mode = options.rollout.pause_mode
         self._book()
         self._room.set()
 
@@ -245,7 +250,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             self.gateway.answer_eval(
                 self._tokenizer,
                 replace(model, sampling=self._options.eval_sampling),
-                limit=lambda: self._options.eval_requests or 0,
+                limit=lambda: self._options.gateway.eval_requests,
                 is_serving=lambda: self._serving.is_set() and not self.is_draining,
             )
         if self._engine is None:
@@ -426,7 +431,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 "rollout/running": float(load.running),
                 "rollout/waiting": float(load.waiting),
                 "rollout/in_flight": float(len(self._held)),
-                "rollout/concurrency": float(self._options.concurrency),
+                "rollout/concurrency": float(self._options.rollout.max_groups),
                 "rollout/max_running": float(self._max_running),
                 **{f"rollout/{name}": float(count) for name, count in self.counts.items()},
                 **{name: float(count) for name, count in runner.failures.items()},
@@ -474,7 +479,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if load.waiting > load.generating:
             return "wait-env", load.place
         if load.generating:
-            return "compute", "generate at limit" if len(self._held) >= self._options.concurrency else "generate"
+            return "compute", "generate at limit" if len(self._held) >= self._options.rollout.max_groups else "generate"
         if load.rewarding:
             return "wait-data", "reward"
         if self._held:
@@ -485,13 +490,13 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Draw and run groups until it has to drain. Never gives up on a buffer that is being restarted."""
         self._is_at_work = True
         self._book()
-        if self._engine is not None and self._options.save_partials_s > 0:
+        if self._engine is not None and self._options.rollout.save_partials_s > 0:
             self.ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
             while (left_s := self._broke_s + TIMEOUTS.rollout.loss_s - self.ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
-            free = self._options.concurrency - len(self._held)
+            free = self._options.rollout.max_groups - len(self._held)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -536,7 +541,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if group_id in self._held:
             self.ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
             return
-        if self.is_draining or len(self._held) >= self._options.concurrency:  # it went during the draw
+        if self.is_draining or len(self._held) >= self._options.rollout.max_groups:  # it went during the draw
             await self._give_back(assignment, Partial(assignment.partial))
             return
         task = self.ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
@@ -588,7 +593,7 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _save_forever(self, runner: GroupRunner) -> None:
         """Send the buffer the tokens since the last message; each answer is awaited before the next message."""
-        pause_s = self._options.save_partials_s
+        pause_s = self._options.rollout.save_partials_s
         while True:
             await asyncio.sleep(pause_s)
             started_s, num_actors = self.ctx.clock.monotonic(), 1
@@ -605,7 +610,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                     break
                 held.num_saved = num_tokens
             took_s = self.ctx.clock.monotonic() - started_s
-            pause_s = max(self._options.save_partials_s, took_s * num_actors / SAVING_SHARE)
+            pause_s = max(self._options.rollout.save_partials_s, took_s * num_actors / SAVING_SHARE)
 
     def _end(self) -> list[asyncio.Task[None]]:
         self.is_draining = True

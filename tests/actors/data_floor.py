@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tests.buffer.conftest import NumberedRows
 from tests.harness.decider import Decider, Outcome
+from tests.harness.group_runner import rollout_options
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import WAIT_S, until
 
@@ -22,7 +23,6 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.actors.monitor.monitor import Monitor
 from myxa.actors.rewards.rewarder import FixedReward
-from myxa.actors.rollout.group_runner import RolloutOptions
 from myxa.actors.rollout.rollout import Rollout
 from myxa.actors.workflows import named
 from myxa.algos.staleness import Admission
@@ -136,7 +136,7 @@ class Floor:
             engine=engine, workflow=options.pop("workflow", named.answer_once),
             scorer=options.pop("scorer", None) or FixedReward(), evaluation=options.pop("evaluation", None),
             tokenizer=self.tokenizer,
-            options=RolloutOptions(concurrency=max_groups, report_s=0.05, **options),
+            options=rollout_options(max_groups=max_groups, report_s=0.05, **options),
         )  # fmt: skip
         await self.node.start(rollout, name=name)
         if serves is not None:

@@ -53,7 +53,7 @@ class Bench:
         self.told: list[tuple[str, str]] = []
         self.runner = runner_of(
             self.environments, Rewarder(RewardSettings(fn="workflow")), self.says.tokenizer, self.says.generate,
-            context_length=4096, run_dir="/runs/r1", workflow_timeout_s=30.0,
+            context_length=4096, run_dir="/runs/r1", timeout_s=30.0,
         )  # fmt: skip
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
 
@@ -109,7 +109,7 @@ async def test_a_wrong_answer_earns_nothing_and_turns_are_limited(tmp_path: Path
 
 async def test_what_an_environment_asks_wrongly_is_its_failure_and_no_end_of_the_game(tmp_path: Path) -> None:
     async with bench(tmp_path, id=f"{GAMES}:Pictures") as made:
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         with pytest.raises(MemberFailed, match="this model reads text") as caught:
             await made.run()
         assert caught.value.kind == "environment"
@@ -117,7 +117,7 @@ async def test_what_an_environment_asks_wrongly_is_its_failure_and_no_end_of_the
 
 async def test_an_error_whose_words_are_no_text_harms_no_other_session(tmp_path: Path) -> None:
     async with bench(tmp_path, workers=1) as made:
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         failing, other = await asyncio.gather(
             made.run(group=1, modes={"step": "odd-name"}), made.run(group=2, modes={"step": "slow"}),
             return_exceptions=True,
@@ -190,7 +190,7 @@ async def test_another_actor_plays_the_recorded_turns_again(tmp_path: Path) -> N
 
 async def test_a_member_that_fails_always_is_masked_and_the_others_go_on(tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
-        made.runner.options.max_retries = 1
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 1})
         with pytest.raises(MemberFailed, match="level"):
             await made.run(1, modes={"step": "raise"})
         assert [words.split(":")[0] for _, words in made.told] == ["it is tried again", "it is masked"]
@@ -201,7 +201,7 @@ async def test_kinds_of_failures(tmp_path: Path) -> None:
         with pytest.raises(MemberFailed, match=r"illegal move at .*games\.py:\d") as caught:
             await made.run(1, modes={"step": "policy"})
         assert caught.value.kind == "policy"
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         with pytest.raises(MemberFailed, match="a reward is nan"):
             await made.run(1, modes={"score": "nan"})
 

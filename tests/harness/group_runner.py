@@ -10,9 +10,20 @@ import numpy as np
 from myxa.actors.rollout.group_runner import GroupLoad, GroupRunner, RolloutOptions
 from myxa.actors.workflows.episode import ModelAccess
 from myxa.core.clock import SystemClock
+from myxa.core.config import RewardSettings
+from myxa.core.config.run import GatewaySettings, RolloutSettings
 from myxa.core.messages import SamplingParams
 from myxa.core.protocols import Delta
 from myxa.core.samples import FinishReason
+
+
+def rollout_options(**given: Any) -> RolloutOptions:
+    """Each by its name in the options, or in the section of the run file that has it."""
+    sections = {"rollout": RolloutSettings, "reward": RewardSettings, "gateway": GatewaySettings}
+    parts: dict[str, Any] = {}
+    for name, kind in sections.items():
+        parts[name] = kind(**{key: given.pop(key) for key in list(given) if key in kind.model_fields})
+    return RolloutOptions(**parts, **given)
 
 
 def runner_of(
@@ -31,7 +42,7 @@ def runner_of(
     access = model or ModelAccess(generate=generate, sampling=SamplingParams(), context_length=context_length)
     return GroupRunner(
         workflow=workflow, scorer=scorer, tokenizer=tokenizer, clock=SystemClock(), model=access, on_load=on_load,
-        options=RolloutOptions(max_turns=max_turns, **options),
+        options=rollout_options(max_turns=max_turns, **options),
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ async def run(
         return sample
 
     rewarder = Rewarder(settings)
-    runner = runner_of(checked, rewarder, QWEN3.tokenizer(), (engine or Door()).generate, workflow_timeout_s=timeout_s)
+    runner = runner_of(checked, rewarder, QWEN3.tokenizer(), (engine or Door()).generate, timeout_s=timeout_s)
     try:
         return await runner.run(
             Assignment(prompt=PROMPT, attempt=1, num_samples=1, sampling=SamplingParams(), partial=partial)

@@ -255,7 +255,7 @@ class Bench:
         scorer = Rewarder(RewardSettings(fn="workflow"))
         self.runner = runner_of(
             self.pool, scorer, tokenizer, model=model, on_load=self._load,
-            max_turns=4, workflow_timeout_s=limits.get("run_s", 60.0), run_dir="/runs/r1",
+            max_turns=4, timeout_s=limits.get("run_s", 60.0), run_dir="/runs/r1",
         )  # fmt: skip
         self.runner.on_failure = lambda kind, words: self.told.append((kind, words))
 
@@ -423,7 +423,7 @@ async def test_a_sample_without_a_score_of_its_judge_is_masked_and_the_others_le
 async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_others(flows: Path, model: Path) -> None:
     """Gym-style: they block one another neither while they step nor when one of them never ends."""
     async with bench(flows, model, "Gym", run_s=3.0, block_s=0.5) as made:
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         group = await made.run(6)
         assert "Gym.step (flows.py)" in {place for _, _, place in made.loads}
         assert [one.index for one in group.samples] == [1, 2, 3, 4, 5] and group.num_masked == 1
@@ -439,7 +439,7 @@ async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_other
 
 async def test_d01_what_swallows_its_cancellation_is_left_alone(flows: Path, model: Path) -> None:
     async with bench(flows, model, "play", **LIMIT_S) as made:
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         began_s = time.monotonic()
         group = await made.run(3, ["deaf"])
         assert group.num_masked == 1 and time.monotonic() - began_s < 20.0
@@ -469,7 +469,7 @@ async def test_d04_a_teardown_is_not_cut_by_the_end_of_the_actor(flows: Path, mo
 
 async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flows: Path, model: Path) -> None:
     async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
-        made.runner.options.max_retries = 1
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 1})
         group = await made.run(4, ["block", "", "hang", "thread"])
         assert [s.index for s in group.samples] == [1] and group.num_masked == 3
         assert made.runner.failures["rollout/failures/environment"] >= 6
@@ -484,7 +484,7 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
 
 async def test_d01_an_environment_that_swallows_every_exception_loses_its_worker(flows: Path, model: Path) -> None:
     async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
-        made.runner.options.max_retries = 1
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 1})
         group = await made.run(4, ["stubborn"])
         assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
         assert (await made.run(2)).num_masked == 0, "the pool works on"
@@ -508,7 +508,7 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
             "rollout/num_retried"
         ] == 4
         assert {"begin r1.5.0 0 False", "begin r1.5.0 1 True"} <= set(made.log())
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         group = await made.run(5, modes)
         assert [s.index for s in group.samples] == [4] and group.num_masked == 4
         with pytest.raises(MemberFailed, match=r"raised ConnectionError: sandbox gone at .*flows.py:\d+ .group 5, s"):
@@ -521,17 +521,17 @@ async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flo
         ):  # fmt: skip
             await costs(mode, Exception, says)
         assert "user-code" in {kind for kind, _ in made.told}
-        made.runner.options.zero_on_error = True
+        made.runner.options.reward = made.runner.options.reward.model_copy(update={"on_error": "zero"})
         group = await made.run(3, ["policy"])
         assert group.rewards.tolist() == [0, 1, 1] and int(group.samples[0].loss_mask.sum()) > 0
-        made.runner.options.max_retries = 3
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 3})
         group = await made.run(3, ["die"], times=1)
         assert len(group.samples) == 3 and made.told[-1][0] == "environment"
 
 
 async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, model: Path) -> None:
     async with bench(flows, model, "Shop", {"price": 2}, **LIMIT_S) as made:
-        made.runner.options.max_retries = 0
+        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         group = await made.run()
         assert [s.index for s in group.samples] == [0] and group.num_masked == 2
         assert group.rewards.tolist() == [2.0]
@@ -540,7 +540,7 @@ async def test_d04_phases_have_limits_and_teardown_always_runs(flows: Path, mode
     assert sorted(line for line in lines if line.startswith("setup")) == [f"setup r1.5.{i}" for i in range(3)]
     for name in ("HangingSetup", "HangingInit"):
         async with bench(flows, model, name, {}, setup_s=0.3) as made:
-            made.runner.options.max_retries = 0
+            made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
             with pytest.raises(MemberFailed, match=rf"did not finish setup within 0.3 s at {name}.\w+ \(flows.py:\d"):
                 await made.run(1)
             await until(lambda made=made: not made.pool.pids, "the hung call ends with its worker")
