@@ -58,7 +58,7 @@ def _block_unless_off(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_steps(trainer: Any, run_dir: Path) -> None:
-    backend = trainer._backend
+    backend = trainer.backend
     train = backend.train
     file = (run_dir / STEPS_FILE).open("a", buffering=1)
 

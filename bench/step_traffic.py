@@ -84,14 +84,14 @@ def build(spec: Any, config: Any, run_dir: Path) -> Any:
     threading.Thread(target=write, daemon=True).start()
     actor: Any = build_actor(spec, config, run_dir)
     if spec.role == "trainer" and spec.index == 0:
-        train, steps = actor._backend.train, (run_dir / "traffic-steps.txt").open("a", buffering=1)
+        train, steps = actor.backend.train, (run_dir / "traffic-steps.txt").open("a", buffering=1)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = train(*args, **kwargs)
             steps.write(f"{time.monotonic()!r}\n")
             return result
 
-        actor._backend.train = noted
+        actor.backend.train = noted
     return actor
 
 

@@ -20,7 +20,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -185,27 +185,22 @@ class ActivityMeter:
         self._span_start_s = self._settled_s
 
 
+@dataclass(eq=False)
 class TelemetryBuffer:
     """Telemetry of an actor until the next bundle leaves; the oldest records go first, counted. With a meter its totals
     are metrics "time/<kind>" and "time/<kind>/<name>" in cumulative seconds: a lost bundle costs resolution alone."""
 
-    def __init__(
-        self,
-        source: str,
-        clock: Clock,
-        *,
-        meter: ActivityMeter | None = None,
-        max_records: int = 4096,
-        time_every_s: float = 1.0,
-    ) -> None:
-        self.source = source
-        self.meter = meter
-        self._clock = clock
+    source: str
+    clock: Clock
+    _: KW_ONLY
+    meter: ActivityMeter | None = None
+    max_records: int = 4096
+    time_every_s: float = 1.0
+
+    def __post_init__(self) -> None:
         self._waiting: dict[str, deque[Any]] = {name: deque() for name in ("events", "metrics", "spans", "samples")}
         """By the fields of `Telemetry`, in the order in which they leave."""
-        self._max_records = max_records
-        self._time_every_s = time_every_s
-        self._next_time_s = clock.monotonic()
+        self._next_time_s = self.clock.monotonic()
         self._last_step = -1
         self._num_dropped = 0
         self._flows = FlowSampler()
@@ -228,12 +223,12 @@ class TelemetryBuffer:
                 self.event("non-finite", text, metric=name, step=step, value=str(value))
         self._last_step = max(self._last_step, step)
         if finite:
-            point = MetricPoint(source=source or self.source, step=step, wall_s=self._clock.wall(), values=finite)
+            point = MetricPoint(source=source or self.source, step=step, wall_s=self.clock.wall(), values=finite)
             self._append("metrics", point)
 
     def event(self, kind: str, text: str, **data: Any) -> None:
         """Something a person may want to know. `data` must be JSON types."""
-        now = self._clock.wall()
+        now = self.clock.wall()
         event = Event(source=self.source, wall_s=now, kind=kind, text=text[:_MAX_TEXT], data=data)
         self._append("events", event)
 
@@ -257,7 +252,7 @@ class TelemetryBuffer:
 
     def hop(self, hop: Hop, group_ids: Iterable[int], start_wall_s: float, duration_s: float, **args: Any) -> None:
         """These groups passed a station: the trace joins it to their others. Of many only some are followed."""
-        picked = self._flows.pick(hop, group_ids, self._clock.monotonic())
+        picked = self._flows.pick(hop, group_ids, self.clock.monotonic())
         if picked:
             flows = list(picked)
             self.span(hop, "compute", start_wall_s, duration_s, track=hop, **args, hop=hop, flows=flows)
@@ -291,7 +286,7 @@ class TelemetryBuffer:
             self._num_dropped += num_lost
 
     def _limit(self, name: str) -> int:
-        return min(self._max_records, _MAX_SAMPLES) if name == "samples" else self._max_records
+        return min(self.max_records, _MAX_SAMPLES) if name == "samples" else self.max_records
 
     def _take_from_meter(self) -> None:
         if self.meter is None:
@@ -300,15 +295,15 @@ class TelemetryBuffer:
         self._num_dropped += dropped
         for span in spans:
             self._append("spans", span)
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if now >= self._next_time_s:
-            self._next_time_s = now + self._time_every_s
+            self._next_time_s = now + self.time_every_s
             values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
             named = {**self.meter.named_totals(), **self.more_seconds()}
             values |= {f"time/{name}": seconds for name, seconds in named.items()}
             if self._flows.num_skipped:
                 values["trace/hops_skipped"] = float(self._flows.num_skipped)
-            wall_s = self._clock.wall()
+            wall_s = self.clock.wall()
             self._append("metrics", MetricPoint(source=self.source, step=self._last_step, wall_s=wall_s, values=values))
 
     def _append(self, name: str, record: _Told) -> None:

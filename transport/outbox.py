@@ -15,6 +15,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import zmq
@@ -43,24 +44,20 @@ OutboxState = Literal["connecting", "ready", "backoff", "closed"]
 _CHUNK, _MAX_BATCH = LIMITS.chunk, LIMITS.batch
 
 
+@dataclass(eq=False)
 class Outbox:
     """One connection at a time to one peer on one lane."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        make_socket: Callable[[], Socket],
-        peer: PeerKey,
-        lane: Lane,
-        sink_of: Callable[[], InboundSink],
-        on_closed: Callable[[Outbox], None],
-    ) -> None:
-        """Begins to connect. `sink_of`: whom to report to now; it changes when this process has joined."""
-        self._endpoint = endpoint
-        self._make_socket = make_socket
-        self._peer, self._lane, self._batch_bytes = peer, lane, BATCH_BYTES[lane]
-        self._sink_of = sink_of
-        self._on_closed = on_closed
+    endpoint: str
+    make_socket: Callable[[], Socket]
+    peer: PeerKey
+    lane: Lane
+    sink_of: Callable[[], InboundSink]
+    """Whom to report to now; it changes when this process has joined."""
+    on_closed: Callable[[Outbox], None]
+
+    def __post_init__(self) -> None:
+        self._peer, self._lane, self._batch_bytes = self.peer, self.lane, BATCH_BYTES[self.lane]
         self._loop = asyncio.get_running_loop()
         self._socket: Socket | None = None
         self._monitor: Socket | None = None
@@ -185,12 +182,12 @@ class Outbox:
             self._loop.call_soon(self._on_broken, str(error))
 
     def _open(self) -> None:
-        self._socket = self._make_socket()
+        self._socket = self.make_socket()
         self._monitor = self._socket.get_monitor_socket(MONITORED)
         self._pump = Pump(self._monitor, self._watch)
         self._set_timer(self._loop.call_later(TIMEOUTS.wire.reach_s, self._on_late, "its host does not answer"))
         try:
-            self._socket.connect(self._endpoint)
+            self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self._on_broken(f"cannot connect: {error}")
 
@@ -233,8 +230,8 @@ class Outbox:
         self._set_timer(None)
         self._state = "ready"
         self._down_since = None
-        self._queue.appendleft(Parcel(self._sink_of().greeting(self._peer, self._lane)))
-        self._sink_of().connected(self._peer, self._lane)
+        self._queue.appendleft(Parcel(self.sink_of().greeting(self._peer, self._lane)))
+        self.sink_of().connected(self._peer, self._lane)
         self.depart()
 
     def _on_broken(self, why: str) -> None:
@@ -250,16 +247,16 @@ class Outbox:
         now = self._loop.time()
         if self._down_since is None:
             # A connection that broke for want of heartbeats was silent before; one more attempt it has, whatever.
-            self._down_since = now - min(self._sink_of().silence_s(self._peer), TIMEOUTS.wire.backdated_s)
+            self._down_since = now - min(self.sink_of().silence_s(self._peer), TIMEOUTS.wire.backdated_s)
         if was_ready:
             self._backoff_s = TIMEOUTS.wire.backoff_s
         pause_s = self._backoff_s * random.uniform(0.5, 1.0)
         self._backoff_s = min(2 * self._backoff_s, TIMEOUTS.wire.longest_backoff_s)
         self._set_timer(self._loop.call_later(pause_s, self._connect))
         if was_ready:
-            self._sink_of().lost(self._peer, self._lane, why)
+            self.sink_of().lost(self._peer, self._lane, why)
         if self._lane is Lane.CONTROL and now - self._down_since >= TIMEOUTS.wire.unreachable_s:
-            self._sink_of().unreachable(self._peer, why)
+            self.sink_of().unreachable(self._peer, why)
 
     def close(self, linger_s: float) -> None:
         """Send what is queued if that takes no longer than `linger_s`, then end. Not if the last attempt failed."""
@@ -286,7 +283,7 @@ class Outbox:
         self._queue.clear()
         self._set_timer(None)
         self._release(self._linger_s)
-        self._on_closed(self)
+        self.on_closed(self)
 
     def _release(self, linger_s: float) -> None:
         """Drop the connection, if there is one. What it has taken already may leave for so long."""

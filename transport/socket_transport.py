@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -51,28 +52,21 @@ class _Peer:
         self.outboxes: list[Outbox | None] = [None, None]
 
 
+@dataclass(eq=False, kw_only=True)
 class SocketTransport(Transport):
     """`bind` first; everything else on the running loop."""
 
-    def __init__(
-        self,
-        *,
-        node_rank: int,
-        folder: Path,
-        listen: str,
-        keys: CurveKeys | None,
-        guard: PeerGuard | None = None,
-        key_file: str = "",
-        is_own_folder: bool = False,
-    ) -> None:
-        """`is_own_folder`: it goes with this."""
-        self.socket_dir, self.key_file = str(folder), key_file
-        self._is_own_folder = is_own_folder
-        self._node_rank = node_rank
-        self._folder = folder
-        self._listen = listen
-        self._keys = keys
-        self.guard = guard
+    node_rank: int
+    folder: Path
+    listen: str
+    keys: CurveKeys | None
+    guard: PeerGuard | None = None
+    key_file: str = ""
+    is_own_folder: bool = False
+    """It goes with this."""
+
+    def __post_init__(self) -> None:
+        self.socket_dir = str(self.folder)
         self._has_joined = False
         self.counters: Counter[str] = Counter()
         self._context = make_context()
@@ -87,7 +81,7 @@ class SocketTransport(Transport):
         self._lingering: set[Outbox] = set()
         self._all_closed = asyncio.Event()
         self._sink: InboundSink | None = None
-        self.endpoints = Endpoints(node_rank=node_rank)
+        self.endpoints = Endpoints(node_rank=self.node_rank)
         self._is_closed = False
 
     def bind(self) -> None:
@@ -100,18 +94,18 @@ class SocketTransport(Transport):
             raise
 
     def _open(self) -> None:
-        self._paths = list(socket_paths(self._folder))
+        self._paths = list(socket_paths(self.folder))
         control, bulk = self._paths
         ipc = self._bind(Lane.CONTROL, f"ipc://{control}", None), self._bind(Lane.BULK, f"ipc://{bulk}", None)
         tcp = ("", "")
         curve = ""
-        if self._listen and self._keys is not None and self.guard is not None:
-            host, _, port = self._listen.rpartition(":")
+        if self.listen and self.keys is not None and self.guard is not None:
+            host, _, port = self.listen.rpartition(":")
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
-            own, curve = self._keys.own, self._keys.own.public
+            own, curve = self.keys.own, self.keys.own.public
             first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
-        self.endpoints = Endpoints(node_rank=self._node_rank, ipc=ipc, tcp=tcp, curve=curve)
+        self.endpoints = Endpoints(node_rank=self.node_rank, ipc=ipc, tcp=tcp, curve=curve)
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)
@@ -139,14 +133,14 @@ class SocketTransport(Transport):
         try:
             for path, (_, inbox) in zip(self._paths, self._inboxes, strict=False):  # those of this host come first
                 if not path.exists():
-                    gone = (folder for folder in (self._folder, self._folder.parent) if not folder.exists())
+                    gone = (folder for folder in (self.folder, self.folder.parent) if not folder.exists())
                     self._made_again |= dict.fromkeys(gone)
-                    make_private(self._folder)
+                    make_private(self.folder)
                     inbox.listen_again(f"ipc://{path}")
                     _log.warning("%s was removed under this process; it is there again", path)
         except (OSError, LaunchError, zmq.ZMQError) as error:
             self.counters["files_gone"] += 1
-            self._note("files_gone", str(self._folder), f"who comes later does not reach this process: {error}")
+            self._note("files_gone", str(self.folder), f"who comes later does not reach this process: {error}")
         self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_files)
 
     def joined(self) -> None:
@@ -212,7 +206,7 @@ class SocketTransport(Transport):
         return outbox
 
     def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
-        keys = self._keys if endpoint.startswith("tcp:") else None
+        keys = self.keys if endpoint.startswith("tcp:") else None
         if keys is None:
             check_owner(endpoint)
             return make_outbox(self._context, lane, None)
@@ -220,11 +214,11 @@ class SocketTransport(Transport):
         return make_outbox(self._context, lane, keys.own if self._has_joined else keys.joining, server)
 
     def _address(self, peer: PeerKey, endpoints: Endpoints, lane: Lane) -> str:
-        address = endpoints.ipc[lane] if endpoints.node_rank == self._node_rank else ""
-        address = address or (endpoints.tcp[lane] if self._keys is not None else "")
+        address = endpoints.ipc[lane] if endpoints.node_rank == self.node_rank else ""
+        address = address or (endpoints.tcp[lane] if self.keys is not None else "")
         if not address:
             raise LaunchError(
-                f"{peer} listens at {endpoints}, which cannot be reached from node rank {self._node_rank}",
+                f"{peer} listens at {endpoints}, which cannot be reached from node rank {self.node_rank}",
                 remedy="nodes of other hosts need tcp and the job's key",
             )
         return address
@@ -257,8 +251,8 @@ class SocketTransport(Transport):
             self._zap_handler.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
-        if self._is_own_folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.is_own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
         for folder in self._made_again:
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -11,6 +11,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -79,37 +80,33 @@ MAX_SAMPLES = 8192
 """In one message, which holds at most 65,536 arrays."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Buffer(OwnsKnobs, DataContract, BufferContract):
     """Prompt cursor, ledger, finished groups, admission; and the held-out prompts."""
 
     mailbox_size = MANY_PEERS  # every rollout actor may have a draw here all the time
 
-    def __init__(
-        self,
-        *,
-        source: PromptData,
-        ledger_path: Path,
-        run: str,
-        admission: Admission,
-        num_samples: int,
-        sampling: SamplingParams,
-        group_filter: GroupFilters,
-        limits: BufferLimits | None = None,
-        resume_from: Path | None = None,
-    ) -> None:
-        """What the run file says; knobs change it within `limits`. `resume_from`: ledger of an earlier run that this
-        one continues, copied to `ledger_path` unless that exists already."""
-        self._source = source
-        self._ledger_path = ledger_path
-        self._run = run
-        self._admission = admission
-        self._sampling = sampling
-        self._filters = group_filter
-        self._limits = limits = limits or BufferLimits()
+    source: PromptData
+    ledger_path: Path
+    run: str
+    admission: Admission
+    num_samples: int
+    sampling: SamplingParams
+    group_filter: GroupFilters
+    limits: BufferLimits = field(default_factory=BufferLimits)
+    """Within which knobs change what the run file says."""
+    resume_from: Path | None = None
+    """Ledger of an earlier run that this one continues, copied to `ledger_path` unless that exists already."""
+
+    def __post_init__(self) -> None:
         self._values = BufferValues.first(
-            admission, sampling, num_samples, group_filter.chosen, Sources(source).weights, limits.difficulty
+            self.admission,
+            self.sampling,
+            self.num_samples,
+            self.group_filter.chosen,
+            Sources(self.source).weights,
+            self.limits.difficulty,
         )
-        self._resume_from = resume_from
         self.recorded: Callable[[Assignment], Group] | None = None
         """Where no rollout actor takes part: gives the group that answers a draw. Raises DataError."""
         self._opened: Groups | None = None
@@ -125,36 +122,36 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def on_start(self) -> None:
         """Open the ledger. Raises LedgerError if it is in use, damaged or of another run or dataset, CallError when the
         coordinator of a running run does not say which knobs are in force."""
-        has_begun = self._ledger_path.exists()
-        if self._resume_from is not None:
-            continue_ledger(self._resume_from, self._ledger_path, self._run)
+        has_begun = self.ledger_path.exists()
+        if self.resume_from is not None:
+            continue_ledger(self.resume_from, self.ledger_path, self.run)
         clock = self.ctx.clock
         report = Reporter.begin(self.ctx)
         self._meter, self._telemetry, self._tell = report.meter, report.telemetry, report.tell
         self._draws, self._claims = LongPolls(self.ctx), LongPolls(self.ctx)
-        self._finished = FinishedGroups(self._limits.pass_reward, has_rewards=self._limits.has_rewards)
-        self._samples = SampleLog(self._telemetry, clock, self._limits.samples_per_step)
-        is_new = not self._ledger_path.exists()
+        self._finished = FinishedGroups(self.limits.pass_reward, has_rewards=self.limits.has_rewards)
+        self._samples = SampleLog(self._telemetry, clock, self.limits.samples_per_step)
+        is_new = not self.ledger_path.exists()
         try:
             await self._begin(waits=has_begun)
         except LedgerError as error:
             if is_new or refusal(error) is None:
                 raise
-            self._close_for(refused(self._ledger_path, error))
+            self._close_for(refused(self.ledger_path, error))
         self.ctx.watch("rollout/")
         self.ctx.spawn(self._gauge_forever(), name="buffer-gauges")
 
     async def _begin(self, *, waits: bool) -> None:
         """Open the ledger, make what is made from it, use it once the knobs are known; where that fails, close it."""
-        clock, limits = self.ctx.clock, self._limits
-        ledger = Ledger(self._ledger_path, run=self._run, fingerprint=self._source.fingerprint, wall=clock.wall)
+        clock, limits = self.ctx.clock, self.limits
+        ledger = Ledger(self.ledger_path, run=self.run, fingerprint=self.source.fingerprint, wall=clock.wall)
         try:
             knobs = BufferKnobs(
-                self.ctx.name, ledger, copy.deepcopy(self._admission), self._values, self._sampling,
-                filters=tuple(self._filters.by_name), limits=limits, telemetry=self._telemetry,
+                self.ctx.name, ledger, copy.deepcopy(self.admission), self._values, self.sampling,
+                filters=tuple(self.group_filter.by_name), limits=limits, telemetry=self._telemetry,
             )  # fmt: skip
             opened = Groups(
-                self._source, knobs, self._filters, limits,
+                self.source, knobs, self.group_filter, limits,
                 finished=self._finished, tell=self._tell, log=self.ctx.log, started_s=clock.monotonic(),
             )  # fmt: skip
             knobs.use = partial(self._retune, opened)
@@ -204,7 +201,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     async def _reopen(self) -> None:
         for pause_s in pauses():
             await asyncio.sleep(pause_s)
-            if not may_have_room(self._ledger_path.parent):
+            if not may_have_room(self.ledger_path.parent):
                 continue
             try:
                 await self._begin(waits=True)
@@ -215,9 +212,9 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 if refusal(error) is None:
                     self.ctx.fail(error)
                     return
-                self._refused = refused(self._ledger_path, error)
+                self._refused = refused(self.ledger_path, error)
                 continue
-            self._tell(WRITTEN_EVENT, f"{self._ledger_path} can be written again; the run continues")
+            self._tell(WRITTEN_EVENT, f"{self.ledger_path} can be written again; the run continues")
             return
 
     async def draw(self, request: DrawRequest) -> DrawReply:
@@ -386,7 +383,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         if newest < version:
             raise LedgerError(f"the ledger is asked for as of version {version}, but is at {newest}")
         with naming_disk(Path(path)):
-            return await in_daemon_thread(lambda: copy_ledger(self._ledger_path, Path(path)), "copy ledger")
+            return await in_daemon_thread(lambda: copy_ledger(self.ledger_path, Path(path)), "copy ledger")
 
     async def rewind(self, version: int, lineage: int) -> int:
         with self._changing("rewind"):
@@ -421,10 +418,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         return msgspec.structs.replace(self._last_stats, complaint=why, disk=why)
 
     async def num_held_out(self, name: str = "") -> int:
-        return self._source.num_held_out(name)
+        return self.source.num_held_out(name)
 
     async def eval_prompts(self, limit: int, name: str = "") -> tuple[Prompt, ...]:
-        return self._source.eval_prompts(max(limit, 0), name)
+        return self.source.eval_prompts(max(limit, 0), name)
 
     @contextmanager
     def _at_work(self, name: str) -> Generator[None]:
@@ -437,7 +434,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
                 raise
             except LedgerError as error:
                 if self._opened is not None and refusal(error) is not None:
-                    self._close_for(why := refused(self._ledger_path, error))
+                    self._close_for(why := refused(self.ledger_path, error))
                     raise why from error
                 if self._opened is not None and not self._groups.ledger.is_broken:
                     raise

@@ -37,15 +37,12 @@ class EnvironmentPool(WorkflowPool):
         which = {"name": name, **of.model_dump(include={"kind", "id", "args", "malformed_reward"})}
         super().__init__(
             msgspec.structs.replace(spec, args=which, max_block_s=of.silence_s / 2),
-            PhaseLimits(
-                setup_s=of.setup_s, step_s=of.step_s, finalize_s=of.finalize_s, score_s=of.score_s,
-                teardown_s=of.teardown_s,
-            ),
+            msgspec.convert(of, PhaseLimits, from_attributes=True),
             tokenizer,
             max_workers=max_workers,
             max_calls=of.concurrency,
-        )  # fmt: skip
-        self.name, self._what = name, f'environment "{name}"'
+        )
+        self.name, self.what = name, f'environment "{name}"'
         self._python = of.python or sys.executable, "-P"  # files where the run was started shadow no package
         self._env, self._silent_s = {**environ, **of.env}, of.silence_s
         self._num_open, self._room = 0, asyncio.Event()
@@ -54,7 +51,7 @@ class EnvironmentPool(WorkflowPool):
         self, start: StartEpisode, run_s: float, model: ModelAccess, record: TokensSoFar
     ) -> tuple[tuple[Sample, ...], dict[int, float]]:
         with waiting(model.on_wait, "environment", f"{self.name} (room in a worker)", 0):
-            while self._num_open >= self.max_workers * self._max_calls:
+            while self._num_open >= self.max_workers * self.max_calls:
                 self._room.clear()
                 await self._room.wait()
         self._num_open += 1
@@ -65,7 +62,7 @@ class EnvironmentPool(WorkflowPool):
             self._room.set()
 
     def what_of(self, start: StartEpisode, call: Call) -> str:
-        return f"{self._what} (session {start.session_id}, worker process {call.worker.pid})"
+        return f"{self.what} (session {start.session_id}, worker process {call.worker.pid})"
 
     def resize(self, num: int) -> None:
         super().resize(num)

@@ -20,9 +20,9 @@ import logging
 import math
 import shlex
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -58,28 +58,26 @@ class FileReward(msgspec.Struct):
     answers: dict[str, float] = {}
 
 
+@dataclass(eq=False)
 class AgentWorkflow:
     """One per rollout actor: what is started for each rollout."""
 
-    def __init__(
-        self,
-        settings: AgentSettings,
-        gateway: Gateway,
-        models: Mapping[str, ReachedModel] | None = None,
-        environ: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """`gateway`: of this actor, its owner's. `models`: the run's own. `environ`: what programs get besides."""
-        self._settings = settings
-        self._environ = environ
-        self.gateway = gateway
-        self._models = models or {}
+    settings: AgentSettings
+    gateway: Gateway
+    """Of this actor, its owner's."""
+    models: Mapping[str, ReachedModel] = field(default_factory=dict[str, "ReachedModel"])
+    """The run's own."""
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What programs get besides."""
+
+    def __post_init__(self) -> None:
         self._sandbox: Sandbox | None = None
         self._http: aiohttp.ClientSession | None = None
         self._workers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start what polls. Raises ConfigError where the sandbox is not there."""
-        of = self._settings
+        of = self.settings
         self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
         if of.polls and of.command:
             self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
@@ -96,7 +94,7 @@ class AgentWorkflow:
     async def __call__(self, ctx: WorkflowContext, prompt: Prompt) -> tuple[Sample, ...]:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         session = AgentSession(ctx.episode, ctx.tokenizer)
-        models = models_of_rollout(ctx.episode, self._models, asyncio.get_running_loop())
+        models = models_of_rollout(ctx.episode, self.models, asyncio.get_running_loop())
         one = OpenSession(session, prompt, models, is_replay=ctx.is_replay)
         key = self.gateway.open(one)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
@@ -126,7 +124,7 @@ class AgentWorkflow:
 
     async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
         task = {**task_of(prompt), **ctx.facts}
-        if self._settings.command and not self._settings.polls:
+        if self.settings.command and not self.settings.polls:
             with ctx.episode.waits_for("agent"):
                 await self._programmed(task, one, key)
         else:
@@ -137,7 +135,7 @@ class AgentWorkflow:
     # -- a program
 
     async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
-        of = self._settings
+        of = self.settings
         async with _scratch() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
             status, told = await self._ran(scratch, key)
@@ -153,14 +151,14 @@ class AgentWorkflow:
     async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
         """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
         ends with this call, and all that it started. Raises OSError if it cannot be started."""
-        of = self._settings
+        of = self.settings
         folder = str(Path(of.dir or ".").resolve())
         is_inside = of.sandbox != "none" and of.network == "gateway"
         port = (await self.gateway.served()).port
         url = f"http://127.0.0.1:{port}" if is_inside else await self.gateway.address()
         job = Job(
             command=tuple(shlex.split(of.command)), scratch=scratch, folder=folder, visible=("/", folder),
-            environ=self._environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
+            environ=self.environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
             limits=Limits(cpu_s=of.cpu_s, memory_gb=of.memory_gb),
             has_network=not is_inside, port=port, serve=self.gateway.serving,
         )  # fmt: skip
@@ -181,7 +179,7 @@ class AgentWorkflow:
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
-            **({"MYXA_TASKS_KEY": key} if self._settings.polls else {}),
+            **({"MYXA_TASKS_KEY": key} if self.settings.polls else {}),
             "HOME": scratch,
             "TMPDIR": scratch,
         }
@@ -210,7 +208,7 @@ class AgentWorkflow:
         url = await self.gateway.address()
         whole = {**task, "key": key, "base_url": url, "openai_base_url": f"{url}/v1", "model": MODEL}
         with episode.waits_for("agent", "to take its task"):
-            if self._settings.polls:
+            if self.settings.polls:
                 await self.gateway.offer(whole, key).taken.wait()
             else:
                 await self._pushed(whole, one, key)
@@ -218,7 +216,7 @@ class AgentWorkflow:
             await self._until_ended(one)
 
     async def _until_ended(self, one: OpenSession) -> None:
-        loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
+        loop, silence_s = asyncio.get_running_loop(), self.settings.silence_s
         one.heard_s = loop.time()
         while not one.ended.is_set():
             silent_s = 0.0 if one.num_under_way else loop.time() - one.heard_s
@@ -236,8 +234,8 @@ class AgentWorkflow:
         while not one.ended.is_set():
             try:
                 status, reply, _ = await post_bounded(
-                    self._http, self._settings.url, body, headers,
-                    within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self._settings.url}",
+                    self._http, self.settings.url, body, headers,
+                    within_s=OFFER_S, max_bytes=MAX_REPLY_BYTES, name=f"the agent service at {self.settings.url}",
                 )  # fmt: skip
             except NoAnswer:
                 await asyncio.sleep(RETRY_S)  # it is absent: rollout.timeout_s bounds how long

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -27,38 +28,36 @@ _NAME = "monitor"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Monitor(MonitorContract):
     """Fans telemetry out to sinks; answers `snapshot`."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        sinks: Sequence[Sink],
-        *,
-        run_name: str = "",
-        clock: Clock | None = None,
-        time_every_s: float = 10.0,
-        written_until_wall_s: float = 0.0,
-        settings: Mapping[str, str | int | float | bool] | None = None,
-    ) -> None:
-        """`time_every_s`: how often the cumulative times of one actor go to the sinks (they arrive every second;
-        writing them all would make metrics.jsonl mostly that). `written_until_wall_s`: when the monitor before this one
-        wrote last; 0: there was none. `settings`: see `SinkContext`."""
-        self._run_dir = run_dir
-        self._run_name = run_name or run_dir.name
-        self._clock: Clock = clock or SystemClock()
+    run_dir: Path
+    sinks: Sequence[Sink]
+    _: KW_ONLY
+    run_name: str = ""
+    clock: Clock = field(default_factory=SystemClock)
+    time_every_s: float = 10.0
+    """How often the cumulative times of one actor go to the sinks. They arrive every second: most of metrics.jsonl."""
+    written_until_wall_s: float = 0.0
+    """When the monitor before this one wrote last; 0: there was none."""
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+    """See `SinkContext`."""
+
+    def __post_init__(self) -> None:
+        self.run_name = self.run_name or self.run_dir.name
         self._latest = Latest()
-        self._time_every_s = time_every_s
         self._time_written_s: dict[str, float] = {}
         self._held_times: dict[str, MetricPoint] = {}
         self._drops_reported = 0
-        self._drops_reported_s = self._clock.monotonic()
-        self._meter = ActivityMeter(_NAME, self._clock)
+        self._drops_reported_s = self.clock.monotonic()
+        self._meter = ActivityMeter(_NAME, self.clock)
         self._meter.switch("other", "start")
-        self._own = TelemetryBuffer(_NAME, self._clock, meter=self._meter)
-        self._own_told_s = self._clock.monotonic()
-        self._written_until_wall_s = written_until_wall_s
-        self._sinks = Sinks(sinks, run_dir=run_dir, run_name=self._run_name, clock=self._clock, settings=settings)
+        self._own = TelemetryBuffer(_NAME, self.clock, meter=self._meter)
+        self._own_told_s = self.clock.monotonic()
+        self._sinks = Sinks(
+            self.sinks, run_dir=self.run_dir, run_name=self.run_name, clock=self.clock, settings=self.settings
+        )
 
     async def on_start(self) -> None:
         """Open the sinks. Raises LaunchError or ConfigError when one refuses, e.g. a port in use."""
@@ -68,7 +67,7 @@ class Monitor(MonitorContract):
 
     def _mark_gap(self) -> None:
         """Telemetry sent while there was no monitor is lost: an event says when."""
-        since_s, now_s = self._written_until_wall_s, self._clock.wall()
+        since_s, now_s = self.written_until_wall_s, self.clock.wall()
         if since_s:
             text = f"nothing was written for {now_s - since_s:.1f} s: there was no monitor"
             data = {"since_s": since_s, "until_s": now_s}
@@ -83,7 +82,7 @@ class Monitor(MonitorContract):
     async def telemetry(self, bundle: Telemetry) -> None:
         with self._meter.working("fold"):
             self._take(bundle)
-        if self._clock.monotonic() >= self._own_told_s + REPORT_S:
+        if self.clock.monotonic() >= self._own_told_s + REPORT_S:
             self._tell_own()
         self._tell_drops()
 
@@ -93,12 +92,12 @@ class Monitor(MonitorContract):
 
     def _tell_own(self) -> None:
         """What this actor says of itself goes the way of all bundles, but for its spans, one for every bundle."""
-        self._own_told_s = self._clock.monotonic()
+        self._own_told_s = self.clock.monotonic()
         self._take(msgspec.structs.replace(self._own.drain(), spans=()))
 
     async def snapshot(self) -> dict[str, dict[str, float]]:
         """See `Latest.snapshot`; under `monitor` also the bundles that the sinks were too slow for."""
-        view = self._latest.snapshot(self._clock.wall())
+        view = self._latest.snapshot(self.clock.wall())
         view["monitor"]["bundles_refused"] = float(self._sinks.num_dropped)
         view["monitor"]["sinks"] = float(len(self._sinks.active))
         return view
@@ -115,10 +114,10 @@ class Monitor(MonitorContract):
         """Hold time totals back that come more often than `time_every_s`; the last ones are written by `on_stop`."""
         if not any(_is_time(point) for point in bundle.metrics):
             return bundle
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         kept: list[MetricPoint] = []
         for point in bundle.metrics:
-            if _is_time(point) and now < self._time_written_s.get(point.source, -1e18) + self._time_every_s:
+            if _is_time(point) and now < self._time_written_s.get(point.source, -1e18) + self.time_every_s:
                 self._held_times[point.source] = point
                 continue
             if _is_time(point):
@@ -130,12 +129,12 @@ class Monitor(MonitorContract):
     def _tell_drops(self) -> None:
         """One event for losses since the last one, at most every few seconds."""
         dropped = self._latest.num_dropped + self._sinks.num_dropped
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if dropped == self._drops_reported or now < self._drops_reported_s + TIMEOUTS.monitor.report_drops_s:
             return
         text = f"{dropped - self._drops_reported} telemetry records or bundles were lost (senders or sinks too slow)"
         self._drops_reported, self._drops_reported_s = dropped, now
-        event = Event(source="monitor", wall_s=self._clock.wall(), kind="telemetry-dropped", text=text)
+        event = Event(source="monitor", wall_s=self.clock.wall(), kind="telemetry-dropped", text=text)
         self._sinks.put(Telemetry(events=(event,)))
 
 

@@ -109,54 +109,46 @@ class _Held:
     """Tokens of it that the buffer has."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Rollout(OwnsKnobs, RolloutContract):
     """One engine and the groups that use it. See the module's head."""
 
     mailbox_size = 4096
 
-    def __init__(
-        self,
-        *,
-        engine: Engine | None,
-        workflow: Workflow | Pool,
-        scorer: Scorer,
-        tokenizer: Tokenizer,
-        options: RolloutOptions,
-        tenancy: Tenancy | None = None,
-        evaluation: Evaluation | None = None,
-        reference: Reference | None = None,
-        rebuilder: WeightRebuilder | None = None,
-    ) -> None:
-        """`tenancy`: where the engine shares its device with a trainer in turns."""
+    engine: Engine | None
+    workflow: Workflow | Pool
+    scorer: Scorer
+    tokenizer: Tokenizer
+    options: RolloutOptions
+    tenancy: Tenancy | None = None
+    """Where the engine shares its device with a trainer in turns."""
+    evaluation: Evaluation | None = None
+    reference: Reference | None = None
+    rebuilder: WeightRebuilder | None = None
+
+    def __post_init__(self) -> None:
         self.gateway: Gateway | None = None
         """To be set before the start, if it serves agents or people."""
         self.models: Sequence[OtherModel] = ()
         """Of the run's own; set before the start."""
-        self._engine = engine
-        self._workflow = workflow
-        self._scorer = scorer
-        self._judges = Guarded(scorer, *([] if reference is None else [reference]))
-        self._reference = reference
-        self._rebuilder = rebuilder
-        self._tokenizer = tokenizer
-        self._options = options = copy(options)
-        if engine is not None:
-            options.rollout = options.rollout.model_copy(update={"pause_mode": engine.pause_mode})
+        self._judges = Guarded(self.scorer, *([] if self.reference is None else [self.reference]))
+        self.options = options = copy(self.options)
+        if self.engine is not None:
+            options.rollout = options.rollout.model_copy(update={"pause_mode": self.engine.pause_mode})
         self._version = NO_VERSION
         self._serving = asyncio.Event()
-        self._tenancy = tenancy
         self._tenant: RolloutTenant | None = None
         self._runner: GroupRunner | None = None
         self._max_running = 0
         self._is_given_up = False
-        self._evaluation = evaluation or Evaluation()
+        self._evaluation = self.evaluation or Evaluation()
         self._budget = GroupBudget(options.reward.max_error_rate, options.reward.max_outage_s)
         """Of groups lost to the workflow or the engine."""
         self._held: dict[int, _Held] = {}
         self.counts = Counter[str](dict.fromkeys(COUNTED, 0))
         self.is_draining = False
         """Nothing new is taken; there is no way back."""
-        self._has_turn = tenancy is None
+        self._has_turn = self.tenancy is None
         """The engine has its device now."""
         self._load = GroupLoad()
         self._traced = FlowSampler(GROUPS_TRACED_PER_S)
@@ -170,7 +162,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def on_start(self) -> None:
         for model in self.models:
             model.join(self.ctx)
-        self._report = report = Reporter.begin(self.ctx, self._options.report_s)
+        self._report = report = Reporter.begin(self.ctx, self.options.report_s)
         self._meter, self._telemetry, self._tell = report.meter, report.telemetry, report.warn
         self._clock = self.ctx.clock
         self._buffer = self.ctx.ref(BufferContract, "buffer")
@@ -178,52 +170,52 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._has_reported = False
         self.ctx.watch(COORDINATOR)
         self._evaluation.listen(self._telemetry.event, self._telemetry.sample)
-        self._checks = StreamChecks(self.ctx.name, may_be_older=self._options.through_router, on_lie=self._on_lie)
+        self._checks = StreamChecks(self.ctx.name, may_be_older=self.options.through_router, on_lie=self._on_lie)
         self._weights_turn = asyncio.Lock()
         """A coordinator that died may have left a step of an adoption that still runs when the next one asks."""
-        self._weights = EngineWeights(report, self._engine, self._checks, self._rebuilder)
+        self._weights = EngineWeights(report, self.engine, self._checks, self.rebuilder)
         self._judges.listen(self._tell)
-        if self._tenancy is not None and self._engine is not None:  # from the first moment: the leader asks for it
-            self._tenant = RolloutTenant(report, self._engine, self._tenancy, on_change=self._note_turn)
+        if self.tenancy is not None and self.engine is not None:  # from the first moment: the leader asks for it
+            self._tenant = RolloutTenant(report, self.engine, self.tenancy, on_change=self._note_turn)
         has = {
-            "pause_mode": self._engine is not None,
-            "workers": isinstance(self._workflow, Resizable),
-            "eval_requests": self._options.gateway.eval_requests > 0,
+            "pause_mode": self.engine is not None,
+            "workers": isinstance(self.workflow, Resizable),
+            "eval_requests": self.options.gateway.eval_requests > 0,
         }
-        own = section_knobs((one for one in TUNABLES if has.get(one.name, True)), self._options, self._apply)
+        own = section_knobs((one for one in TUNABLES if has.get(one.name, True)), self.options, self._apply)
         self.knob_owner = KnobOwner(self.ctx.name, (*own, LOG_LEVEL), self._telemetry)
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
         """Put the live values where they act. What runs already runs to its end."""
-        options = self._options
+        options = self.options
         self._budget.lost.max_rate = options.reward.max_error_rate
         self._judges.allow(options.reward.max_error_rate)
-        if isinstance(self._workflow, Resizable):
-            self._workflow.resize(options.rollout.workers)
-        if self._engine is not None:
-            self._engine.pause_mode = options.rollout.pause_mode
+        if isinstance(self.workflow, Resizable):
+            self.workflow.resize(options.rollout.workers)
+        if self.engine is not None:
+            self.engine.pause_mode = options.rollout.pause_mode
         self._book()
         self._room.set()
 
     async def _run(self) -> None:
         vocab_size: int | None = None
-        context_length = self._options.context_length or 1 << 30
+        context_length = self.options.context_length or 1 << 30
         generate: Generate = no_engine
         await self._start_workers()
-        if self._engine is not None:
-            generate = await self._wait_for_room(self._engine)
-            if isinstance(self._engine, TellsLoading):
-                self._engine.on_loading = self._tell_loading
+        if self.engine is not None:
+            generate = await self._wait_for_room(self.engine)
+            if isinstance(self.engine, TellsLoading):
+                self.engine.on_loading = self._tell_loading
             with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
-                info = await self._engine.start()
+                info = await self.engine.start()
             if self._tenant is not None:
                 self._tenant.set_up()
             vocab_size = info.vocab_size
             context_length = min(context_length, info.context_length)
             self._max_running, self._checks.vocab_size = info.max_running, info.vocab_size
             generate = self._checks.watch(generate)
-            self.ctx.spawn(self._watch(self._engine), name="engine-watch")
+            self.ctx.spawn(self._watch(self.engine), name="engine-watch")
         model = ModelAccess(
             generate=generate,
             sampling=SamplingParams(),
@@ -232,28 +224,28 @@ class Rollout(OwnsKnobs, RolloutContract):
             goes_on=lambda: not self.is_draining,
         )
         self._runner = runner = GroupRunner(
-            workflow=self._workflow,
-            scorer=self._scorer,
-            tokenizer=self._tokenizer,
+            workflow=self.workflow,
+            scorer=self.scorer,
+            tokenizer=self.tokenizer,
             model=model,
             clock=self._clock,
-            options=self._options,
+            options=self.options,
             load=self._load,
             on_load=lambda load: self._book(),
             vocab_size=vocab_size,
-            reference=self._reference,
+            reference=self.reference,
             on_failure=lambda kind, words: self._tell("member-failed", f"{kind}: {words}", failure=kind),
             on_end=self._trace,
         )
         self._telemetry.more_seconds = runner.seconds
         if self.gateway is not None:
             self.gateway.answer_eval(
-                self._tokenizer,
-                replace(model, sampling=self._options.eval_sampling),
-                limit=lambda: self._options.gateway.eval_requests,
+                self.tokenizer,
+                replace(model, sampling=self.options.eval_sampling),
+                limit=lambda: self.options.gateway.eval_requests,
                 is_serving=lambda: self._serving.is_set() and not self.is_draining,
             )
-        if self._engine is None:
+        if self.engine is None:
             self._version = ALWAYS_NEWEST
             self._serving.set()
         self.ctx.spawn(self._gauge_forever(runner), name="rollout-gauges")
@@ -284,8 +276,8 @@ class Rollout(OwnsKnobs, RolloutContract):
             if self.gateway.is_behind:
                 self.ctx.watch(GATEWAY)
                 self.ctx.spawn(self._find_gateway(self.gateway), name="find the gateway")
-        if isinstance(self._workflow, Lasting):
-            await self._workflow.start()
+        if isinstance(self.workflow, Lasting):
+            await self.workflow.start()
 
     async def _wait_for_room(self, engine: Engine) -> Generate:
         """How requests reach the engine; where it takes turns, only once there is room for it to load."""
@@ -307,8 +299,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         for task in self._end():
             task.cancel()
         closing = [self._judges.close(), self._evaluation.close(), self._weights.close()]
-        closing += [] if self._engine is None else [self._engine.close()]
-        closing += [self._workflow.close()] if isinstance(self._workflow, Lasting) else []
+        closing += [] if self.engine is None else [self.engine.close()]
+        closing += [self.workflow.close()] if isinstance(self.workflow, Lasting) else []
         closing += [] if self.gateway is None else [self.gateway.stop()]
         await all_ended(closing)
 
@@ -381,9 +373,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         status = EngineStatus(
             rollout=self.ctx.name, version=self._version, running=0, waiting=0, draining=self.is_draining
         )
-        if self._engine is None or not self._serving.is_set():
+        if self.engine is None or not self._serving.is_set():
             return status
-        info = await self._engine.info()
+        info = await self.engine.info()
         return replace(status, running=info.running, waiting=info.waiting, usage=info.usage)
 
     async def under_way(self) -> tuple[RolloutNow, ...]:
@@ -402,8 +394,8 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def drain(self) -> int:
         tasks = self._end()
-        if self._engine is not None and tasks:
-            await self._engine.abort()
+        if self.engine is not None and tasks:
+            await self.engine.abort()
         if tasks:
             await asyncio.wait(tasks, timeout=30)
         return len(tasks)
@@ -416,7 +408,7 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def _gauge_forever(self, runner: GroupRunner) -> None:
         started_s, usage = self._clock.monotonic(), EngineUsage()
         while True:
-            await asyncio.sleep(self._options.report_s)
+            await asyncio.sleep(self.options.report_s)
             elapsed_s = max(self._clock.monotonic() - started_s, 1e-6)
             started_s += elapsed_s
             try:
@@ -431,7 +423,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 "rollout/running": float(load.running),
                 "rollout/waiting": float(load.waiting),
                 "rollout/in_flight": float(len(self._held)),
-                "rollout/concurrency": float(self._options.rollout.max_groups),
+                "rollout/concurrency": float(self.options.rollout.max_groups),
                 "rollout/max_running": float(self._max_running),
                 **{f"rollout/{name}": float(count) for name, count in self.counts.items()},
                 **{name: float(count) for name, count in runner.failures.items()},
@@ -442,7 +434,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             usage = load.usage
             if num_samples := sums["samples"]:
                 values["rollout/truncated_fraction"] = sums["truncated"] / num_samples
-            self._telemetry.metric(load.version if self._engine is not None else -1, values)
+            self._telemetry.metric(load.version if self.engine is not None else -1, values)
 
     # ---- groups
 
@@ -479,7 +471,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if load.waiting > load.generating:
             return "wait-env", load.place
         if load.generating:
-            return "compute", "generate at limit" if len(self._held) >= self._options.rollout.max_groups else "generate"
+            return "compute", "generate at limit" if len(self._held) >= self.options.rollout.max_groups else "generate"
         if load.rewarding:
             return "wait-data", "reward"
         if self._held:
@@ -490,13 +482,13 @@ class Rollout(OwnsKnobs, RolloutContract):
         """Draw and run groups until it has to drain. Never gives up on a buffer that is being restarted."""
         self._is_at_work = True
         self._book()
-        if self._engine is not None and self._options.rollout.save_partials_s > 0:
+        if self.engine is not None and self.options.rollout.save_partials_s > 0:
             self.ctx.spawn(self._save_forever(runner), name="save-partials")
         while not self.is_draining:
             while (left_s := self._broke_s + TIMEOUTS.rollout.loss_s - self.ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
-            free = self._options.rollout.max_groups - len(self._held)
+            free = self.options.rollout.max_groups - len(self._held)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -541,7 +533,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if group_id in self._held:
             self.ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
             return
-        if self.is_draining or len(self._held) >= self._options.rollout.max_groups:  # it went during the draw
+        if self.is_draining or len(self._held) >= self.options.rollout.max_groups:  # it went during the draw
             await self._give_back(assignment, Partial(assignment.partial))
             return
         task = self.ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
@@ -593,7 +585,7 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _save_forever(self, runner: GroupRunner) -> None:
         """Send the buffer the tokens since the last message; each answer is awaited before the next message."""
-        pause_s = self._options.rollout.save_partials_s
+        pause_s = self.options.rollout.save_partials_s
         while True:
             await asyncio.sleep(pause_s)
             started_s, num_actors = self.ctx.clock.monotonic(), 1
@@ -610,7 +602,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                     break
                 held.num_saved = num_tokens
             took_s = self.ctx.clock.monotonic() - started_s
-            pause_s = max(self._options.rollout.save_partials_s, took_s * num_actors / SAVING_SHARE)
+            pause_s = max(self.options.rollout.save_partials_s, took_s * num_actors / SAVING_SHARE)
 
     def _end(self) -> list[asyncio.Task[None]]:
         self.is_draining = True

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +78,19 @@ MAX_WAITING_BYTES = 16 << 20
 """Hours of an ordinary run. Older lines go first."""
 
 
+@dataclass(eq=False)
 class LineFile:
     """Open from its making to `close`. Lines wait in memory until `flush`, and while the disk refuses them."""
 
-    def __init__(
-        self,
-        path: Path,
-        tell: Callable[[str, str], None],
-        part_bytes: int = 0,
-        frame: Callable[[], tuple[bytes, bytes]] | None = None,
-    ) -> None:
-        """A torn last line of an earlier writer is ended. `tell(kind, text)`: when lines are lost. `part_bytes`: a file
-        that would be larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does. `frame`: the
-        first and the last line of each file, the last once it gets no more. Raises OSError if it cannot be opened."""
-        self._path = path
-        self._tell = tell
-        self._part_bytes = part_bytes
-        self._frame = frame
+    path: Path
+    tell: Callable[[str, str], None]
+    """Called with kind and text when lines are lost."""
+    part_bytes: int = 0
+    """A file that would be larger becomes `NAME.1.jsonl`, in the place of an older one; 0: none does."""
+    frame: Callable[[], tuple[bytes, bytes]] | None = None
+    """The first and the last line of each file, the last once it gets no more."""
+
+    def __post_init__(self) -> None:
         self.has_begun = False
         """Whether it has its first line."""
         self._file = self._opened()
@@ -105,7 +102,7 @@ class LineFile:
             self.add(b"\n")
 
     def _opened(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def add(self, line: bytes) -> None:
         self._waiting.append(line)
@@ -119,14 +116,14 @@ class LineFile:
     def flush(self) -> None:
         """Hand the lines to the kernel. Raises OSError if it takes no more: the rest waits."""
         size = os.fstat(self._file).st_size
-        if self._part_bytes and self._waiting and 0 < size > self._part_bytes - self._num_bytes:
+        if self.part_bytes and self._waiting and 0 < size > self.part_bytes - self._num_bytes:
             self._end()
             with suppress(FileNotFoundError):  # deleted by hand
-                self._path.replace(self._path.with_suffix(f".1{self._path.suffix}"))
+                self.path.replace(self.path.with_suffix(f".1{self.path.suffix}"))
             before, self._file = self._file, self._opened()
             os.close(before)
-        if self._waiting and self._frame is not None and not self.has_begun:
-            self._waiting.appendleft(self._frame()[0])
+        if self._waiting and self.frame is not None and not self.has_begun:
+            self._waiting.appendleft(self.frame()[0])
             self.has_begun = True
         while self._waiting:
             data = b"".join(self._waiting)
@@ -134,12 +131,12 @@ class LineFile:
             self._waiting = deque(rest.splitlines(keepends=True))
             self._num_bytes = len(rest)
         if self._num_lost:
-            self._tell("telemetry-gap", f"{self._path.name} lacks {self._num_lost} lines: its disk refused them")
+            self.tell("telemetry-gap", f"{self.path.name} lacks {self._num_lost} lines: its disk refused them")
             self._num_lost = 0
 
     def _end(self) -> None:
-        if self._frame is not None and self.has_begun:
-            os.write(self._file, self._frame()[1])
+        if self.frame is not None and self.has_begun:
+            os.write(self._file, self.frame()[1])
             self.has_begun = False
 
     def close(self) -> None:

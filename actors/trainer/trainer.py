@@ -52,36 +52,31 @@ class TrainerOptions:
     rank that hangs there is noticed that much later."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Trainer(OwnsKnobs, TrainerContract):
     """One rank. See the module's head."""
 
     mailbox_size = 256
 
-    def __init__(
-        self,
-        *,
-        backend: TrainBackend,
-        end: ChannelEnd,
-        options: TrainerOptions,
-        start: StartFinder,
-        tenancy: TrainerTenancy | None = None,
-    ) -> None:
-        """`end`: of the weight channel. `start`: answers rank 0 where all begin, in a thread.
-        `tenancy`: where the rank shares its device with an engine in turns."""
-        self._backend = backend
-        self._end = end
-        self._options = options
-        self._finder = start
+    backend: TrainBackend
+    end: ChannelEnd
+    """Of the weight channel."""
+    options: TrainerOptions
+    start: StartFinder
+    """Answers rank 0 where all begin, in a thread."""
+    tenancy: TrainerTenancy | None = None
+    """Where the rank shares its device with an engine in turns."""
+
+    def __post_init__(self) -> None:
         self._start = StartPoint()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="backend")
         self._is_set_up = asyncio.Event()
         self._leader: TrainLoop | None = None
-        self._tenancy = tenancy
         self._tenant: TrainerTenant | None = None
         self._share: TimeShare | None = None
         self._version = 0
         self._has_trained = False
-        self._knobs = options.leader.knobs(takes_turns=tenancy is not None)
+        self._knobs = self.options.leader.knobs(takes_turns=self.tenancy is not None)
         self._live: LiveKnobs | None = None
         """Of the checkpoint that the run continues from."""
         self._pending_save: PendingSave | None = None
@@ -91,9 +86,9 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def on_start(self) -> None:
         self._report = report = Reporter.begin(self.ctx)
         self._meter, self._telemetry = report.meter, report.telemetry
-        if self._tenancy is not None:  # from the first moment: the leader leases room for all ranks
-            self._tenant = TrainerTenant(report, self._tenancy, self._in_thread)
-        knobs = () if self._options.rank else (*self._knobs.knobs(), LOG_LEVEL)  # rank 0 owns them for all ranks
+        if self.tenancy is not None:  # from the first moment: the leader leases room for all ranks
+            self._tenant = TrainerTenant(report, self.tenancy, self._in_thread)
+        knobs = () if self.options.rank else (*self._knobs.knobs(), LOG_LEVEL)  # rank 0 owns them for all ranks
         self.knob_owner = KnobOwner(self.ctx.name, knobs, self._telemetry)
         self.ctx.spawn(self._run(), name="trainer-run")
 
@@ -101,38 +96,38 @@ class Trainer(OwnsKnobs, TrainerContract):
         """Model, optimizer, process group; rank 0 then leads until the run is over."""
         share = await self._wait_for_room()
         with self._blocking("sets up its backend"):
-            facts = await self._in_thread(self._backend.setup)
+            facts = await self._in_thread(self.backend.setup)
             start = await self._restore()
         if self._tenant is not None:
-            await self._tenant.set_up(self._backend.memory())
-        self.ctx.log.info("rank %d is ready at version %d: %s", self._options.rank, self._version, facts)
+            await self._tenant.set_up(self.backend.memory())
+        self.ctx.log.info("rank %d is ready at version %d: %s", self.options.rank, self._version, facts)
         self._is_set_up.set()
-        if self._options.rank == 0:
-            self._leader = TrainLoop(self._report, self._options.leader, self.knob_owner, self._knobs, share)
+        if self.options.rank == 0:
+            self._leader = TrainLoop(self._report, self.options.leader, self.knob_owner, self._knobs, share)
             self.ctx.watch("coordinator")
             texts = {key: str(value) for key, value in facts.items()}
             await self._leader.run(self._version, texts, self._live, is_restart=start.is_restart)
 
     async def _restore(self) -> StartPoint:
-        start, extra = await self._in_thread(lambda: restore(self._options.rank, self._finder, self._backend))
+        start, extra = await self._in_thread(lambda: restore(self.options.rank, self.start, self.backend))
         self._start, self._version, self._live = start, int(extra["version"]), _live_knobs(extra)
-        if self._options.rank == 0:
+        if self.options.rank == 0:
             for text in start.passed_over:
                 self._telemetry.event("checkpoint-passed-over", text)
                 self.ctx.log.error("a checkpoint is passed over: %s", text)
-        if (start.is_restart or start.passed_over) and self._options.rank == 0:
+        if (start.is_restart or start.passed_over) and self.options.rank == 0:
             place = start.checkpoint or "the model folder"
             self._telemetry.event("trainer-goes-back", f"to version {self._version}, from {place}")
         return start
 
     async def _wait_for_room(self) -> TimeShare | None:
         """Where the device is shared in turns: nothing is loaded before this rank has it. The leader asks for all."""
-        if self._tenancy is None or self._tenant is None:
+        if self.tenancy is None or self._tenant is None:
             return None
         self._meter.switch("wait-memory", "room to load")
         share = None
-        if self._options.rank == 0:
-            share = TimeShare(self._report, self._tenancy.share)
+        if self.options.rank == 0:
+            share = TimeShare(self._report, self.tenancy.share)
             self.ctx.watch("rollout/")
             self._share = share
             await share.set_up()
@@ -149,7 +144,7 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def on_stop(self, why: str) -> None:
         if self._leader is not None:
             self._leader.stop(why)
-        ends = {self._thread: self._backend.close, self._end.thread: self._end.close}
+        ends = {self._thread: self.backend.close, self.end.thread: self.end.close}
         in_thread = asyncio.get_running_loop().run_in_executor
         closing = {thread: in_thread(thread, close) for thread, close in ends.items()}
         done, _ = await asyncio.wait(closing.values(), timeout=TIMEOUTS.trainer.close_s)
@@ -160,7 +155,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _blocking(self, why: str, *, when: bool = True) -> AbstractContextManager[None]:
-        return self.ctx.busy(self._options.block_limit_s, why) if when else nullcontext()
+        return self.ctx.busy(self.options.block_limit_s, why) if when else nullcontext()
 
     # -- what every rank answers
 
@@ -172,19 +167,19 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         await self._until_turn()
         is_first, self._has_trained = not self._has_trained, True
-        if is_first and self._options.rank:
+        if is_first and self.options.rank:
             self._meter.switch("wait-data", "next step")
         with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
-            stats = await self._in_thread(lambda: self._backend.train(shard, knobs))
+            stats = await self._in_thread(lambda: self.backend.train(shard, knobs))
         self._version = shard.step + 1
         return stats
 
     async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
         await self._is_set_up.wait()
-        leader = self._options.leader
+        leader = self.options.leader
         on_disk = naming_disk(Path(leader.run_dir)) if leader.channel in WRITTEN_CHANNELS else nullcontext()
         with self._meter.during("compute", f"publish {version}", makes_version=version), on_disk:
-            return await self._end.publish(version, self._backend, self._in_thread, unreleased)
+            return await self.end.publish(version, self.backend, self._in_thread, unreleased)
 
     async def begin_checkpoint(self, folder: str, live: LiveKnobs) -> None:
         knobs = msgspec.json.decode(msgspec.json.encode(live))
@@ -195,7 +190,7 @@ class Trainer(OwnsKnobs, TrainerContract):
             if self._saving is not None:  # one that failed on another rank; both would write files of the same names
                 await asyncio.wait([self._saving])
             self._pending_save = self._saving = None  # its copy of the state too, before there is another
-            pending = await self._in_thread(lambda: self._backend.begin_save(folder, extra))
+            pending = await self._in_thread(lambda: self.backend.begin_save(folder, extra))
         self._pending_save, self._saved_in = pending, Path(folder)
         self._saving = self.ctx.spawn(_attempt(pending.write, "write checkpoint"), name="write-checkpoint")
 
@@ -222,12 +217,12 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def export_hf(self, folder: str) -> None:
         exporting = self._meter.during("compute", "export")
         with naming_disk(Path(folder)), exporting, self._blocking("exports the model"):
-            await self._in_thread(lambda: self._backend.export_hf(folder))
+            await self._in_thread(lambda: self.backend.export_hf(folder))
 
     async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
         """Each in its own thread: an engine that takes weights never waits for a training step."""
         asked = cast("SenderOrder[AnyAnswer]", order)
-        return await in_daemon_thread(lambda: self._end.answer(asked), f"{type(order).__name__} of an engine")
+        return await in_daemon_thread(lambda: self.end.answer(asked), f"{type(order).__name__} of an engine")
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         if self._tenant is None:
@@ -240,15 +235,15 @@ class Trainer(OwnsKnobs, TrainerContract):
     # -- what only the leader answers
 
     def _require_leader(self) -> TrainLoop:
-        if self._options.rank:
+        if self.options.rank:
             raise TrainError(f"{self.ctx.name} does not lead", remedy="ask trainer/0")
         if self._leader is None:
             raise NotReady(f"{self.ctx.name} is still setting up", remedy="ask again after trainer_ready")
         return self._leader
 
     async def release_weights(self, version: int) -> None:
-        await self._end.release(version)
-        if self._options.rank == 0:
+        await self.end.release(version)
+        if self.options.rank == 0:
             await self._require_leader().publisher.released(version)
 
     async def run_leader(self, start_version: int) -> None:
@@ -266,7 +261,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         reason = self._knobs.refuses_end(values, at)
         if reason or not of_ranks(values):
             return reason
-        return self._backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)))
+        return self.backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)))
 
     async def checkpoint_at_boundary(self, export: bool) -> str:
         return await self._require_leader().orders.ask(is_export=export)

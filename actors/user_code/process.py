@@ -23,6 +23,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, Generic, TypeVar, cast
@@ -227,37 +228,32 @@ class Call:
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """At most `max_workers` processes for one function of the user's, started as they are needed."""
 
-    def __init__(
-        self,
-        module: str,
-        spec: object,
-        what: str,
-        decoder: msgspec.msgpack.Decoder[Any],
-        *,
-        max_workers: int,
-        max_calls: float,
-        starts_at_once: int = 1,
-        grace_s: float = 0.0,
-        max_block_s: float = 0.0,
-    ) -> None:
-        """`module`: its `main` is a worker. `what` the spec names, for messages. `decoder`: of the worker's messages.
-        `max_calls`: of one worker, before a further one is started; 1: a call that is given up ends its worker.
-        `grace_s`: for the workers to clean up when their input ends, or this process. `max_block_s`: of the workers'
-        loops; 0: they may be silent."""
-        self._module = module
+    module: str
+    """Its `main` is a worker."""
+    spec: object
+    what: str
+    """That the spec names, for messages."""
+    decoder: msgspec.msgpack.Decoder[Any]
+    """Of the worker's messages."""
+    _: KW_ONLY
+    max_workers: int
+    max_calls: float
+    """Of one worker, before a further one is started; 1: a call that is given up ends its worker."""
+    starts_at_once: int = 1
+    grace_s: float = 0.0
+    """For the workers to clean up when their input ends, or this process."""
+    max_block_s: float = 0.0
+    """Of the workers' loops; 0: they may be silent."""
+
+    def __post_init__(self) -> None:
         self._python: tuple[str, ...] = (sys.executable,)
         self._env: Mapping[str, str] | None = None
-        self._spec = spec
-        self._what = what
-        self._decoder = decoder
-        self.max_workers = max_workers
-        self._max_calls = max_calls
-        self._starting = asyncio.Semaphore(starts_at_once)
-        self._grace_s = grace_s
-        self._silent_s = SILENT_S + 5 * max_block_s if max_block_s else None
+        self._starting = asyncio.Semaphore(self.starts_at_once)
+        self._silent_s = SILENT_S + 5 * self.max_block_s if self.max_block_s else None
         self.on_waits: Callable[[str], None] = lambda place: None
         """Called with where a call waits: function and file."""
         self._number = 0
@@ -280,7 +276,7 @@ class WorkerPool:
             yield call
         finally:
             del worker.calls[call.number]
-            if is_alone or (self._max_calls == 1 and not call.is_over):
+            if is_alone or (self.max_calls == 1 and not call.is_over):
                 worker.kill()
             elif not call.is_over and worker.is_alive:
                 await worker.send(Cancel(call.number))
@@ -300,10 +296,10 @@ class WorkerPool:
             while True:
                 fit = self._fit()
                 least = min(fit, key=lambda one: len(one.calls), default=None)
-                if not is_alone and least and (len(least.calls) < self._max_calls or len(fit) >= self.max_workers):
+                if not is_alone and least and (len(least.calls) < self.max_calls or len(fit) >= self.max_workers):
                     return least
                 if self.is_closed:
-                    raise UserCodeError(f"{self._what} was called after its actor ended")
+                    raise UserCodeError(f"{self.what} was called after its actor ended")
                 worker = UserProcess(is_alone=is_alone)
                 started = asyncio.get_running_loop().create_future()
                 self.workers[worker] = asyncio.ensure_future(self._live(worker, started))  # noqa: TID251 -- ends with it
@@ -314,7 +310,7 @@ class WorkerPool:
                     if num_lost < MAX_STARTS:
                         continue
                     raise UserCodeError(
-                        f"a worker process ended ({lost}) while it loaded {self._what}",
+                        f"a worker process ended ({lost}) while it loaded {self.what}",
                         remedy=f"see the actor's log; {self._python[0]} must have this myxa",
                     ) from None
                 except BaseException:
@@ -330,7 +326,7 @@ class WorkerPool:
     async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
             try:
-                await worker.start(self._python, self._module, self._grace_s, self._env)
+                await worker.start(self._python, self.module, self.grace_s, self._env)
                 await self._load(worker)
             except Exception as error:  # noqa: BLE001 -- raised where it is waited for
                 if not started.done():
@@ -344,7 +340,7 @@ class WorkerPool:
                 call.is_over = True
                 call.inbox.put_nowait(lost)
             if not (worker.is_killed or worker.is_alone or worker.is_retired or self.is_closed):
-                _log.warning("worker process %d of %s ended: %s", worker.pid, self._what, lost)
+                _log.warning("worker process %d of %s ended: %s", worker.pid, self.what, lost)
         finally:
             worker.kill()
             await worker.gone()
@@ -354,11 +350,11 @@ class WorkerPool:
         """Have it load what the spec names. Raises ConfigError or UserCodeError if it cannot, Lost if it ends."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await worker.send(self._spec)
+                await worker.send(self.spec)
                 reply = _started.decode(await worker.receive())
         except TimeoutError:
             raise UserCodeError(
-                f"a worker process could not load {self._what} within {START_TIMEOUT_S:g} s",
+                f"a worker process could not load {self.what} within {START_TIMEOUT_S:g} s",
                 remedy="make its module quicker to import",
             ) from None
         except ValueError as garbage:
@@ -374,7 +370,7 @@ class WorkerPool:
             try:
                 async with asyncio.timeout(self._silent_s):
                     body = await worker.receive()
-                message = self._decoder.decode(body)
+                message = self.decoder.decode(body)
             except TimeoutError:
                 worker.kill()
                 return Lost(f"it said nothing for {self._silent_s:g} s: C code holds its interpreter, or it is stopped")
@@ -398,10 +394,10 @@ class WorkerPool:
         """End all workers; what runs in them may clean up."""
         self.is_closed = True
         workers = dict(self.workers)
-        if self._grace_s and workers:
+        if self.grace_s and workers:
             for worker in workers:
                 worker.end_input()
-            await asyncio.wait(workers.values(), timeout=self._grace_s)
+            await asyncio.wait(workers.values(), timeout=self.grace_s)
         for worker in workers:
             worker.kill()
         await asyncio.gather(*(one.gone() for one in workers), *workers.values(), return_exceptions=True)

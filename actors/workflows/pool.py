@@ -156,7 +156,7 @@ class WorkflowPool(WorkerPool):
                     raise event
                 else:
                     if event.teardown:
-                        _log.warning("%s: its %s", self._what, event.teardown)
+                        _log.warning("%s: its %s", self.what, event.teardown)
                     return event
         finally:
             for one in drawing.values():

@@ -17,7 +17,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -110,29 +110,25 @@ def _noted_arguments(arguments: Record) -> dict[str, Any]:
     return table if len(text) <= MAX_NOTED_CHARS else {"cut": text[:MAX_NOTED_CHARS].decode(errors="replace")}
 
 
+@dataclass(eq=False)
 class ControlServer:
     """The socket of one run, and the verbs that are served on it. `open`, then `close`."""
 
-    def __init__(
-        self,
-        context: VerbContext,
-        handlers: Mapping[Verb[Any], Handler],
-        append: Callable[[AuditRecord], object],
-        path: Path,
-        *,
-        limits: ServerLimits | None = None,
-    ) -> None:
-        """`append` writes into the audit log what the coordinator does not write itself, in a thread of its own."""
+    context: VerbContext
+    handlers: Mapping[Verb[Any], Handler]
+    append: Callable[[AuditRecord], object]
+    """Writes into the audit log what the coordinator does not write itself, in a thread of its own."""
+    path: Path
+    _: KW_ONLY
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
         self.counters: Counter[str] = Counter()
         """Absent in a healthy run: "malformed", "refused", "failed", "bug"."""
-        self.path = path
-        self._context = context
         self._handlers: dict[Verb[Any], Handler] = {}
         self._verbs: dict[str, Verb[Any]] = {}
-        self.serve(handlers)
-        self._append = append
+        self.serve(self.handlers)
         self._audit_turn = asyncio.Lock()
-        self._limits = limits = limits or ServerLimits()
         self._access = HttpAccess(host=HOST)
         self._running: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -141,8 +137,8 @@ class ControlServer:
         app.router.add_post("/{verb}", self._verb)
         self._runner = web.AppRunner(
             app, handle_signals=False, access_log=None, handler_cancellation=True, auto_decompress=False,
-            logger=_CountedLogger(self.counters), keepalive_timeout=limits.request_s,
-            lingering_time=limits.close_s, shutdown_timeout=limits.close_s,
+            logger=_CountedLogger(self.counters), keepalive_timeout=self.limits.request_s,
+            lingering_time=self.limits.close_s, shutdown_timeout=self.limits.close_s,
         )  # fmt: skip
 
     def serve(self, handlers: Mapping[Verb[Any], Handler]) -> None:
@@ -192,7 +188,7 @@ class ControlServer:
             task.cancel()
         await self._runner.cleanup()
         if self._running:
-            await asyncio.wait(self._running, timeout=self._limits.close_s)
+            await asyncio.wait(self._running, timeout=self.limits.close_s)
         self.path.unlink(missing_ok=True)
         if self.counters:
             _log.info("control socket: %s", ", ".join(f"{name} {n}" for name, n in sorted(self.counters.items())))
@@ -219,10 +215,10 @@ class ControlServer:
     ) -> web.Response:
         """Carry out the verb that the request's path names. `pairs`: of its query; `caller`: who asks."""
         try:
-            async with asyncio.timeout(self._limits.request_s):
+            async with asyncio.timeout(self.limits.request_s):
                 await request.read()
         except TimeoutError:
-            return self._malformed(408, f"the request was not whole within {self._limits.request_s:g} s")
+            return self._malformed(408, f"the request was not whole within {self.limits.request_s:g} s")
         except ValueError as error:  # a chunked or declared body that does not add up
             return self._malformed(400, f"the body cannot be read: {error}")
         name, who = request.match_info["verb"], caller(request)
@@ -235,8 +231,8 @@ class ControlServer:
                 raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
             else:
                 arguments = arguments_from_query(verb, pairs, who)
-            if verb.effect == "read" and len(self._running) >= self._limits.num_requests:  # room to steer is left
-                served = f"{self._limits.num_requests} requests are being served"
+            if verb.effect == "read" and len(self._running) >= self.limits.num_requests:  # room to steer is left
+                served = f"{self.limits.num_requests} requests are being served"
                 raise Overloaded(served, remedy="wait for the answers of earlier ones")
         except MyxaError as error:
             self.counters["refused"] += 1
@@ -254,7 +250,7 @@ class ControlServer:
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
-            result = await self._handlers[verb](self._context, arguments, who)
+            result = await self._handlers[verb](self.context, arguments, who)
         except MyxaError as error:
             self.counters["failed"] += 1
             # The coordinator notes what it refuses, but not what never reached it.
@@ -277,13 +273,13 @@ class ControlServer:
         """Log what the audit log does not take: the caller gets the verb's own outcome."""
         asked = {} if arguments is None else _noted_arguments(arguments)
         record = AuditRecord(
-            number=0, wall_s=self._context.node.clock.wall(), verb=verb.name, who=who, arguments=asked, result=result,
+            number=0, wall_s=self.context.node.clock.wall(), verb=verb.name, who=who, arguments=asked, result=result,
             detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
         )  # fmt: skip
         try:
             async with self._audit_turn:
                 # not in the loop's own threads: verbs that only read may keep all of those busy
-                await in_daemon_thread(partial(self._append, record), name="audit")
+                await in_daemon_thread(partial(self.append, record), name="audit")
         except (OSError, MyxaError) as error:
             _log.error("the audit log did not take %s: %s", verb.name, error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 from ...core.clock import Clock
@@ -36,54 +37,48 @@ async def race(work: Coroutine[Any, Any, T], *others: asyncio.Future[Any]) -> as
     return task
 
 
+@dataclass(eq=False)
 class Lead:
     """Conducts one run."""
 
-    def __init__(
-        self,
-        supervisor: RunSupervisor,
-        watch: RunWatch,
-        *,
-        clock: Clock,
-        timeouts: LauncherTimeouts,
-        show: Callable[[RunView], None],
-        tell: Callable[[FirstFailure], None],
-    ) -> None:
-        self._supervisor = supervisor
-        self._failures = supervisor.failures
-        self._watch = watch
-        self._clock = clock
-        self._timeouts = timeouts
-        self._show = show
-        self._tell = tell
+    supervisor: RunSupervisor
+    watch: RunWatch
+    _: KW_ONLY
+    clock: Clock
+    timeouts: LauncherTimeouts
+    show: Callable[[RunView], None]
+    tell: Callable[[FirstFailure], None]
+
+    def __post_init__(self) -> None:
+        self._failures = self.supervisor.failures
 
     async def run(self) -> RunEnd:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
-        start = await race(self._start(), self._supervisor.stop_requested)
+        start = await race(self._start(), self.supervisor.stop_requested)
         if start.cancelled():
-            wish = self._supervisor.stop_requested.result()
+            wish = self.supervisor.stop_requested.result()
             ending = RunEnd(wish.exit_code(is_orderly=True), wish.reason)
         else:
             start.result()
             ending = await self._until_over()
         await self._report()
-        await self._supervisor.stop_all()
+        await self.supervisor.stop_all()
         failure = self._failures.first if ending.exit_code else None
-        return RunEnd(ending.exit_code, ending.reason, self._watch.last.status, failure)
+        return RunEnd(ending.exit_code, ending.reason, self.watch.last.status, failure)
 
     async def _start(self) -> None:
-        await self._supervisor.membership.gather(self._timeouts.gather_s)
-        await self._supervisor.start_all()
+        await self.supervisor.membership.gather(self.timeouts.gather_s)
+        await self.supervisor.start_all()
 
     async def _report(self) -> None:
         """Report a failure now: an orderly end takes longer than a person should wait for the reason."""
         if self._failures.first is None:
             return
         await asyncio.sleep(CONSEQUENCES_S)
-        status = self._watch.last.status
+        status = self.watch.last.status
         if status is not None and status.phase == "failed" and status.error:
-            self._failures.add(f"the coordinator ended the run: {status.error}", self._clock.monotonic())
-        self._tell(self._failures.first)
+            self._failures.add(f"the coordinator ended the run: {status.error}", self.clock.monotonic())
+        self.tell(self._failures.first)
 
     async def _until_over(self) -> RunEnd:
         deadline: float | None = None
@@ -94,32 +89,32 @@ class Lead:
                 return await self._settle(ending)
             wish = self._wish()
             if wish is not None and deadline is None:
-                deadline = self._clock.monotonic() + self._timeouts.finish_s
+                deadline = self.clock.monotonic() + self.timeouts.finish_s
             if wish is not None and not is_heard:  # a coordinator that is being restarted gets the next request
-                is_heard = await self._watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self._timeouts.finish_s))
-            if wish is not None and deadline is not None and self._clock.monotonic() > deadline:
-                waited = f"the run had no orderly end within {self._timeouts.finish_s:g} s"
+                is_heard = await self.watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self.timeouts.finish_s))
+            if wish is not None and deadline is not None and self.clock.monotonic() > deadline:
+                waited = f"the run had no orderly end within {self.timeouts.finish_s:g} s"
                 why = waited if is_heard else "the coordinator did not answer"
                 return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
-            await asyncio.wait({self._supervisor.failed}, timeout=LOOK_EVERY_S)
+            await asyncio.wait({self.supervisor.failed}, timeout=LOOK_EVERY_S)
 
     async def _look(self) -> RunView:
         """State of the run; a failure does not wait for answers of others."""
-        waiting = ", ".join(self._supervisor.starting)
-        look = await race(self._watch.look(f"waiting for {waiting}" if waiting else ""), self._supervisor.failed)
+        waiting = ", ".join(self.supervisor.starting)
+        look = await race(self.watch.look(f"waiting for {waiting}" if waiting else ""), self.supervisor.failed)
         if look.cancelled():
-            return self._watch.last
+            return self.watch.last
         state = look.result()
-        self._show(state)
+        self.show(state)
         return state
 
     def _wish(self) -> StopRequest | None:
-        return self._supervisor.stop_requested.result() if self._supervisor.stop_requested.done() else None
+        return self.supervisor.stop_requested.result() if self.supervisor.stop_requested.done() else None
 
     def _judge(self, state: RunView) -> RunEnd | None:
         """Whether the run is over. An actor's death counts more than the coordinator's status."""
-        if self._supervisor.failed.done():
-            verdict = self._supervisor.failed.result()
+        if self.supervisor.failed.done():
+            verdict = self.supervisor.failed.result()
             return RunEnd(verdict.exit_code, verdict.reason)
         if state.status is None or state.status.phase not in ("finished", "failed"):
             return None
@@ -130,13 +125,13 @@ class Lead:
 
     async def _settle(self, ending: RunEnd) -> RunEnd:
         """The cause of a failed run: a process that fails by itself now, else the actor that the error names."""
-        if ending.exit_code != 1 or self._supervisor.failed.done():
+        if ending.exit_code != 1 or self.supervisor.failed.done():
             return ending
-        await asyncio.wait({self._supervisor.failed}, timeout=VERDICT_S)
-        if self._supervisor.failed.done():
-            verdict = self._supervisor.failed.result()
+        await asyncio.wait({self.supervisor.failed}, timeout=VERDICT_S)
+        if self.supervisor.failed.done():
+            verdict = self.supervisor.failed.result()
             return RunEnd(verdict.exit_code, ending.reason)
         name = ending.reason.partition(":")[0]
-        name = name if name in self._supervisor.actors else "coordinator"
-        self._failures.blame(name, ending.reason, self._clock.monotonic())
+        name = name if name in self.supervisor.actors else "coordinator"
+        self._failures.blame(name, ending.reason, self.clock.monotonic())
         return ending

@@ -30,7 +30,7 @@ async def test_an_actor_without_a_running_engine_answers_and_uses_what_it_was_to
         engine.may_start.set()
         await floor.serve("rollout/0", 0)
         await until(lambda: engine.open == 3 * 2, "three groups of two")
-        assert floor.rollouts["rollout/0"]._options.rollout.timeout_s == 7.0
+        assert floor.rollouts["rollout/0"].options.rollout.timeout_s == 7.0
         assert engine.pause_mode == "abort"
         assert (await floor.ref().knobs()).epoch == 1
 
@@ -88,7 +88,7 @@ async def test_a_sample_that_takes_too_long_is_judged_by_the_value_in_force_when
         assert (await floor.change("rollout/0", 2, max_error_rate=1.5)).accepted is False
         assert (await floor.change("rollout/0", 3, max_error_rate=0.5, workflow_timeout_s=9.0)).accepted
         rollout = floor.rollouts["rollout/0"]
-        assert (rollout._budget.lost.max_rate, rollout._options.rollout.timeout_s) == (0.5, 9.0)
+        assert (rollout._budget.lost.max_rate, rollout.options.rollout.timeout_s) == (0.5, 9.0)
 
 
 async def test_samples_keep_their_temperature_in_another_engine(tmp_path: Path) -> None:

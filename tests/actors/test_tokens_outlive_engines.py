@@ -288,7 +288,7 @@ async def test_the_engine_is_closed_whatever_becomes_of_the_rewards_workers(tmp_
 
         engine.close = close_engine
         await floor.add("rollout/0", engine=engine)
-        floor.rollouts["rollout/0"]._scorer.close = close_scorer
+        floor.rollouts["rollout/0"].scorer.close = close_scorer
         await until(lambda: engine.open == 2, "a group")
         await floor.node.stop("rollout/0")
         assert closed.is_set()

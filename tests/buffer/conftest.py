@@ -205,7 +205,7 @@ def make_buffer(
         num_samples=num_samples,
         sampling=sampling or SamplingParams(max_new_tokens=4),
         group_filter=GroupFilters(group_filter if is_built_in else "own", filters, of_samples),
-        limits=limits,
+        limits=limits or BufferLimits(),
         resume_from=resume_from,
     )
 

@@ -368,7 +368,7 @@ def refusing_disk() -> Iterator[None]:
 
 async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:
     async with shop.open() as desk:
-        path = str(desk.buffer._ledger_path)
+        path = str(desk.buffer.ledger_path)
         first, second = (await desk.draw(max_groups=2)).assignments
         assert (await desk.put(first)).outcome == "ready"
         with refusing_disk():

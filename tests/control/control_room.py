@@ -100,7 +100,9 @@ async def control_bench(folder: Path, limits: ServerLimits | None = None) -> Asy
     """Open in `folder`."""
     bench = Bench(folder / "control.sock", cast(ControlServer, None), [])
     context = cast(Any, VerbContext)(Place(), None, None, None, 0.0)
-    bench.server = ControlServer(context, handlers_of(bench), bench.audit.append, bench.control, limits=limits)
+    bench.server = ControlServer(
+        context, handlers_of(bench), bench.audit.append, bench.control, limits=limits or ServerLimits()
+    )
     await bench.server.open()
     try:
         yield bench

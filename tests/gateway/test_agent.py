@@ -61,7 +61,7 @@ def context(
 @asynccontextmanager
 async def running(models: Any = None, **options: Any) -> AsyncGenerator[AgentWorkflow]:
     gateway = Gateway()
-    workflow = AgentWorkflow(AgentSettings(**options), gateway, models)
+    workflow = AgentWorkflow(AgentSettings(**options), gateway, models or {})
     await gateway.start()
     await workflow.start()
     try:

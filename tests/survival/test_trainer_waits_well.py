@@ -126,7 +126,7 @@ async def test_a_rank_begins_no_checkpoint_over_one_that_it_is_still_writing(
             saves.append(SlowSave())
             return saves[-1]
 
-        monkeypatch.setattr(room.trainer._backend, "begin_save", begin_save)
+        monkeypatch.setattr(room.trainer.backend, "begin_save", begin_save)
         rank = room.node.ref(TrainerContract, "trainer/0")
         await rank.begin_checkpoint("somewhere", LiveKnobs())
         again = asyncio.create_task(rank.begin_checkpoint("somewhere", LiveKnobs()))
@@ -147,7 +147,7 @@ async def test_it_ends_although_a_publication_hangs(model: Path, tmp_path: Path,
         may_end.wait(4 * HANG_S)
 
     async with trainer_room(model, tmp_path) as room:
-        monkeypatch.setattr(room.trainer._end._writer, "publish", publish)
+        monkeypatch.setattr(room.trainer.end._writer, "publish", publish)
         room.data.allow(1)
         while not hangs.is_set():
             await asyncio.sleep(0.01)

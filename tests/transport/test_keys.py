@@ -36,7 +36,7 @@ def kind():
 def key_of(node: Node) -> KeyPair:
     transport = node._transport
     assert isinstance(transport, SocketTransport)
-    keys = transport._keys
+    keys = transport.keys
     assert keys is not None
     return keys.own
 

@@ -17,6 +17,7 @@ the compiler too, and its state is private to it; the tests compare ours with it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -39,6 +40,7 @@ BUCKET_NUMBERS = 1 << 26
 """Gradients summed over ranks in one go (256 MiB of float32)."""
 
 
+@dataclass(eq=False)
 class AdamW:
     """Decoupled weight decay (arXiv 1711.05101, algorithm 2); only matrices decay, vectors (norms, biases) never.
 
@@ -46,38 +48,34 @@ class AdamW:
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        betas: tuple[float, float],
-        eps: float,
-        offload: TorchOffload | None = None,
-    ) -> None:
-        """`offload`: where moments and gradients lie if they can leave the device."""
-        self._parameters = tuple(parameters)
-        self._betas = betas
-        self._eps = eps
-        self._offload = offload
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    betas: tuple[float, float]
+    eps: float
+    offload: TorchOffload | None = None
+    """Where moments and gradients lie if they can leave the device."""
+
+    def __post_init__(self) -> None:
+        self._parameters = tuple(self.parameters)
         self.num_updates = 0
         parts = [local_part(p.detach()) for _, p in self._parameters]
-        if offload is None:
+        if self.offload is None:
             firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
         else:
-            firsts, seconds = offload.moments_like(parts)
+            firsts, seconds = self.offload.moments_like(parts)
         names = [name for name, _ in self._parameters]
         self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
-        self._gradients = [] if offload is None else offload.gradients_like(parts)
+        self._gradients = [] if self.offload is None else self.offload.gradients_like(parts)
 
     @property
     def moments(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (first, second) moment of this rank's part. Waits for them if they are on their way back."""
-        if self._offload is not None:
-            self._offload.arrived()
+        if self.offload is not None:
+            self.offload.arrived()
         return self._moments
 
     def forget_gradients(self) -> None:
         """Drop all gradients; where they keep their memory, set them to zero."""
-        if self._offload is None:
+        if self.offload is None:
             for _, parameter in self._parameters:
                 parameter.grad = None
         for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=False):
@@ -87,7 +85,7 @@ class AdamW:
     def update(self, lr: float, weight_decay: float) -> None:
         """One update from the gradients that are there; a parameter without gradient stays as it is."""
         self.num_updates += 1
-        beta1, beta2 = self._betas
+        beta1, beta2 = self.betas
         rate = lr / (1 - beta1**self.num_updates)
         root = (1 - beta2**self.num_updates) ** 0.5
         moments = self.moments
@@ -100,9 +98,9 @@ class AdamW:
                 part.mul_(1 - lr * weight_decay)
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            part.addcdiv_(first, second.sqrt().div_(root).add_(self._eps), value=-rate)
-        if self._offload is not None:
-            self._offload.written()
+            part.addcdiv_(first, second.sqrt().div_(root).add_(self.eps), value=-rate)
+        if self.offload is not None:
+            self.offload.written()
 
 
 class Replica:

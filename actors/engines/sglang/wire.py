@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 import msgspec
@@ -117,6 +117,7 @@ _chunks = msgspec.json.Decoder(_Chunk)
 _ABORTED_CHUNK = _Chunk([], _Meta(0, _Reason("abort")))
 
 
+@dataclass(eq=False)
 class HeldTokens:
     """Turns the bytes of one stream, cumulative or incremental, into deltas whose version stamps are certain. Spans
     come at the latest with the last chunk, so tokens wait for them. A server without spans announces one version per
@@ -124,26 +125,19 @@ class HeldTokens:
     the two, which is never newer than the truth, so that a staleness bound holds. Where experts are to be told, all
     tokens wait for the end, with which those come."""
 
-    def __init__(
-        self,
-        place: str,
-        sent_version: int,
-        choices: ExpertChoices | None = None,
-        unrouted: tuple[int, int] = (0, 0),
-        *,
-        is_paired: bool = False,
-        is_certain: bool = False,
-    ) -> None:
-        """`choices`: it has the experts of tokens. `unrouted`: first and end of the request's own tokens whose
-        experts are asked for. `is_paired`: another server drew the first token, not before `sent_version`.
-        `is_certain`: the request names an adapter, so all its tokens are of that version, whatever the server says of
-        its own weights."""
-        self.place = place
-        self._choices = choices
-        self._unrouted = unrouted
-        self._sent_version = sent_version
-        self._is_paired = is_paired
-        self._is_certain = is_certain
+    place: str
+    sent_version: int
+    choices: ExpertChoices | None = None
+    """It has the experts of tokens."""
+    unrouted: tuple[int, int] = (0, 0)
+    """First and end of the request's own tokens whose experts are asked for."""
+    _: KW_ONLY
+    is_paired: bool = False
+    """Another server drew the first token, not before `sent_version`."""
+    is_certain: bool = False
+    """The request names an adapter, so all its tokens are of that version, whatever the server says of its weights."""
+
+    def __post_init__(self) -> None:
         self._rest = b""
         self._ids: I32 = np.zeros(0, dtype=np.int32)
         self._logprobs: F32 = np.zeros(0, dtype=np.float32)
@@ -214,25 +208,25 @@ class HeldTokens:
         self._ids = np.concatenate([self._ids, np.asarray(new_ids, dtype=np.int32)])
         self._logprobs = np.concatenate([self._logprobs, np.asarray(new_logprobs, dtype=np.float32)])
         reason = meta.finish_reason
-        if reason is None and self._choices is not None:
+        if reason is None and self.choices is not None:
             return None
-        if self._is_certain:
-            versions = np.full(len(self._ids), self._sent_version, dtype=np.int32)
+        if self.is_certain:
+            versions = np.full(len(self._ids), self.sent_version, dtype=np.int32)
         elif meta.weight_versions is not None:
-            first = [TokenSpan(version=str(self._sent_version), start=0, end=1)] if self._is_paired else []
+            first = [TokenSpan(version=str(self.sent_version), start=0, end=1)] if self.is_paired else []
             versions = versions_of([*first, *meta.weight_versions], len(self._ids), self.place)
-            if self._is_paired:
-                versions[:1] = np.minimum(versions[:1], self._sent_version)
+            if self.is_paired:
+                versions[:1] = np.minimum(versions[:1], self.sent_version)
         elif reason is not None:
-            version = min(self._sent_version, version_number(meta.weight_version))
+            version = min(self.sent_version, version_number(meta.weight_version))
             versions = np.full(len(self._ids), version, dtype=np.int32)
         else:
             return None
         if reason is not None:
             self.usage = _usage(meta)
         new = slice(self._num_sent, len(self._ids))
-        experts = self._experts(meta, reason) if self._choices is not None and reason is not None else None
-        if self._choices is not None and experts is None:  # tokens without their experts are drawn again
+        experts = self._experts(meta, reason) if self.choices is not None and reason is not None else None
+        if self.choices is not None and experts is None:  # tokens without their experts are drawn again
             new = slice(0)
         self._num_sent = len(self._ids)
         matched = reason.matched if reason is not None and reason.type == "stop" else None
@@ -251,12 +245,12 @@ class HeldTokens:
     def _experts(self, meta: _Meta, reason: _Reason) -> U8 | None:
         """Those of the tokens asked for; None where the request was aborted before its server had them. Raises
         EngineError for what the model's routers cannot have chosen."""
-        assert self._choices is not None
+        assert self.choices is not None
         if reason.type == "abort" and not len(self._ids):
             return None  # of a prompt that is not through, slots of the cache hold what others left
-        first, end = self._unrouted
+        first, end = self.unrouted
         try:
-            return routed_experts(meta.routed_experts, self._choices, end - first + len(self._ids) - 1)
+            return routed_experts(meta.routed_experts, self.choices, end - first + len(self._ids) - 1)
         except ValueError as err:
             if reason.type == "abort":
                 return None
