@@ -210,9 +210,7 @@ def _migrate(options: argparse.Namespace) -> int:
     if options.file is None:
         print("\n".join(section_of(options.peer)))
         return 0
-    made = migrate(options.peer, options.file)
-    print(made.text(), end="")
-    print(f"myxa: {made.counts()}", file=sys.stderr)
+    print(migrate(options.peer, options.file).text(), end="")
     return 0
 
 

@@ -52,6 +52,8 @@ SIMPLE: Mapping[str, Callable[[Any], Any]] = {
     "every": lambda value: max(scalar(value), 0),
     "mib": lambda value: max(1, scalar(value) // 2**20),
     "not": lambda value: not flag(value),
+    "wandb": lambda value: ["wandb"] if scalar(value) is True or "wandb" in as_list(value) else None,
+    "tensorboard": lambda value: "tensorboard" in as_list(value) or None,
 }  # fmt: skip
 
 
@@ -88,21 +90,8 @@ def concurrency(samples: Any, size: Any) -> Keys:
     return {"rollout.max_groups": max(1, samples // size)}
 
 
-def kl_loss(uses: Any, coef: Any, kind: Any) -> Keys:
-    if not flag(uses) or not coef:
-        return {"algo.kl_coef": 0.0}
-    kinds = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-    return {"algo.kl_coef": coef, "algo.kl_in": "loss", "algo.kl_kind": kinds.get(kind, kind)}
-
-
-def kl_reward(uses: Any, coef: Any) -> Keys:
-    return {"algo.kl_coef": coef, "algo.kl_in": "reward"} if uses is not False and coef else {}
-
-
-def correction(uses: Any, cap: Any, floor: Any, behaviour: Any) -> Keys:
-    if flag(uses):
-        return {"algo.correction": "tis", "algo.tis_cap": cap, "algo.tis_floor": floor}
-    return {"algo.correction": "behaviour"} if flag(behaviour) else {}
+def kl_reward(coef: Any) -> Keys:
+    return {"algo.kl_coef": coef, "algo.kl_in": "reward"} if coef else {}
 
 
 def eval_sets(data: Any, *rest: Any) -> Keys:
@@ -128,10 +117,6 @@ def least(rate: Any, low: Any) -> Keys:
 
 def betas(first: Any, second: Any) -> Keys:
     return {"optimizer.betas": [first, second]}
-
-
-def mtp(uses: Any, factor: Any) -> Keys:
-    return {"megatron.mtp": factor} if flag(uses) else {}
 
 
 def tokens(per_gpu: Any, sharing: Any) -> Keys:
@@ -168,20 +153,8 @@ def _span(first: int, num: int) -> str:
     return f"{first}-{first + num - 1}" if num > 1 else str(first)
 
 
-def trackers(names: Any, project: Any, name: Any) -> Keys:
-    wanted = ["wandb"] if names is True else as_list(names)
-    options = {key: str(one) for key, one in (("project", project), ("group", name)) if one is not None}
-    made: Keys = {"monitor.tensorboard": True} if "tensorboard" in wanted else {}
-    return made | ({"monitor.sinks": ["wandb"], "monitor.options.wandb": options} if "wandb" in wanted else {})
-
-
 def reward_file(path: Any, name: Any) -> Keys:
     return {} if path is None else {"reward.fn": f"{path}:{name}"}
-
-
-def overlong(uses: Any, longest: Any, buffer: Any, penalty: Any) -> Keys:
-    keys = {"overlong_tokens": longest, "overlong_buffer": buffer, "overlong_penalty": penalty}
-    return {f"reward.{key}": value for key, value in keys.items()} if flag(uses) else {}
 
 
 def convert(key: str, how: str, values: list[Any]) -> Keys:
@@ -192,5 +165,7 @@ def convert(key: str, how: str, values: list[Any]) -> Keys:
         choices = dict(word.split("=") for word in how.split()[1:])
         if (name := str(scalar(values[0]))) not in choices:
             raise Hand(f"is none of {', '.join(choices)}")
-        return {key: scalar(choices[name])} if choices[name] else {}
-    return {key: SIMPLE[how](values[0])}
+        made = scalar(choices[name] or "null")
+    else:
+        made = SIMPLE[how](values[0])
+    return {} if made is None else {key: made}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ...core.config.loading import Finding, inspect_config, toml_value
 from .arguments import SECRET, GivenArguments, has_gap, hidden, read_flags, read_hydra
-from .conversions import Hand, convert
+from .conversions import Hand, convert, scalar
 
 Peer = Literal["slime", "verl"]
 PROGRAMS = {
@@ -40,6 +40,7 @@ GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sgla
 class PeerRow:
     """One line of the table."""
 
+    only_if: str
     names: tuple[str, ...]
     key: str
     how: str
@@ -56,7 +57,8 @@ def section_of(peer: Peer) -> list[str]:
 def rows(peer: Peer) -> Iterator[PeerRow]:
     for line in section_of(peer):
         names, key, how, defaults, remark = (cell.strip() for cell in line.split("|", 4))
-        yield PeerRow(tuple(names.split()), key, how, tuple(defaults.split()), remark)
+        only_if, _, names = names.rpartition("? ")
+        yield PeerRow(only_if, tuple(names.split()), key, how, tuple(defaults.split()), remark)
 
 
 @dataclass(slots=True)
@@ -84,7 +86,10 @@ class Migration:
     def apply(self, row: PeerRow) -> None:
         """Convert or list the arguments that the row names."""
         given = self.found.given
-        if row.key == "*":
+        if row.only_if and (row.only_if not in given or scalar(given[row.only_if].value) is not True):
+            uses = []
+            self.seen.update((row.only_if, *row.names))
+        elif row.key == "*":
             names = tuple(dict.fromkeys(name for name in row.names if name in given))
             uses = [names] if row.how.endswith("!") or not self.seen.issuperset(names) else []
         elif row.key and "*" not in row.key:
@@ -113,7 +118,7 @@ class Migration:
         own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
         if own:
             self.says("hand", names, f"{own}{f' ({row.remark})' if row.remark else ''}")
-        self._write(row, made, names)
+        self._write(row, made, (row.only_if, *names) if row.only_if else names)
 
     def _value(self, row: PeerRow, name: str, default: str) -> Any:
         """Of one argument; its default if the file does not say it, None if there is none."""
@@ -157,10 +162,13 @@ class Migration:
     def _refused(self, problem: Finding) -> bool:
         """Take away what makes the loader refuse a key: that key, what decides it, or what is beside it."""
         key, section = problem.key, "" if problem.key.startswith("roles.") else problem.key.partition(".")[0]
-        open_to = [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
-        own = [one for one in open_to if f"{key}.".startswith(f"{one}.")]
-        beside = [one for one in open_to if one.startswith(f"{section}.")]
-        fits = [one for one in INSTEAD.get(key, ()) if one in self.values] or own or beside
+        left = [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
+        ways = (
+            [one for one in INSTEAD.get(key, ()) if one in left],
+            [one for one in left if f"{key}.".startswith(f"{one}.")],
+            *([one for one in left if one.startswith(f"{above}.")] for above in (key, section)),
+        )
+        fits = next(filter(None, ways), list[str]())
         self._take_away(fits, "hand", " ".join(str(problem.error).split()))
         return bool(fits)
 
@@ -188,10 +196,6 @@ class Migration:
             listed = dict.fromkeys(self.lists[kind])
             lines += ["", f"# What {title}:", *(f"# * {_plain(one)}" for one in listed)] if listed else []
         return "\n".join(lines) + "\n"
-
-    def counts(self) -> str:
-        kept = {name for _, _, names in self.values.values() for name in names}
-        return f"{len(self.found.given)} arguments, {len(kept)} of them in the run file; the rest is listed below it"
 
 
 def _plain(text: str) -> str:
