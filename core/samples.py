@@ -387,3 +387,5 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Global number of rollouts with at least one loss token of each mini-batch."""
     minibatch_parts: tuple[dict[LossPart, tuple[float, float]], ...] = ()
     """The same two numbers of the parts of the loss beside "algo"; (): no mini-batch has any."""
+    is_held_out: bool = False
+    """Whether nothing is learnt from it: its loss and metrics are asked for."""

@@ -428,6 +428,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         gang_comms,
         guard_bound,
         make_backend,
+        pair_maker,
         shard_of_rank,
     )
 
@@ -446,6 +447,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         num_steps=config.run.num_steps,
         plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1),
         publishes=config.generates,
+        make_pair=None if gang.rank else pair_maker(config),
         run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir),
         trainer=config.trainer,

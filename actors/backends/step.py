@@ -78,6 +78,8 @@ class Stepper:
         loss or gradient is not finite, and UserCodeError likewise for a function of the user's that failed."""
         started_s = self.clock.monotonic()
         step = TrainingStep.begin(shard, settings)
+        if shard.is_held_out:
+            return StepStats(metrics=self._look(step, started_s))
         minibatches = self.policy.cut(step.shard, skips_neutral=skips_neutral(step.objective))
         self._score_before(step, minibatches)
         for number, micros in list(enumerate(minibatches)) * settings.algo.epochs:
@@ -91,6 +93,19 @@ class Stepper:
         if self.reference is not None and every and version % every == 0:
             self.reference.renew(self.policy, version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s))
+
+    @torch.no_grad()
+    def _look(self, step: TrainingStep, started_s: float) -> dict[str, float]:
+        """Loss and metrics under the weights as they are."""
+        minibatches = self.policy.cut(step.shard, skips_neutral=False)
+        self._score_before(step, minibatches)
+        for number, micros in enumerate(minibatches):
+            scores = self.policy.score([micro.layout for micro in micros])
+            normalisers = step.normalisers(number)
+            for micro, said in zip(micros, scores, strict=False):  # none on ranks that do not score
+                step.policy_loss(micro, said, normalisers, step.tally, is_first=False)
+            step.num_updates += 1
+        return self._metrics(step, minibatches, started_s)
 
     @property
     def _models(self) -> list[TrainedModel]:

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ...core.errors import ConfigError, MyxaError
+from ...core.ids import LEADER
 from ...core.messages import EvalRequest, EvalResult
 from ...core.suggestion import suggest
-from ..contracts import DataContract, RolloutContract
+from ..contracts import DataContract, RolloutContract, TrainerContract
 from ..weights.rollout_update import Adopter, Adoption
 from .run_state import RunContext
 
@@ -29,7 +30,8 @@ class Evaluator:
 
     async def attempt(self) -> EvalResult | None:
         """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
-        if not self._options.eval.has_prompts or not (self._options.takes_turns or self._adoption.serving):
+        live = self._options
+        if not live.eval.has_prompts or not (live.takes_turns or self._adoption.serving or not live.has_engines):
             return None
         try:
             return await self.evaluate()
@@ -101,8 +103,11 @@ class Evaluator:
     async def _ask(self, name: str) -> EvalResult:
         live, buffer = self._options, self._ctx.ref(DataContract, "buffer")
         one, others = live.eval_sets[name], live.eval_sampling
-        ready = await self._adopter.ready_engines()
-        engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
+        asked: RolloutContract | TrainerContract = self._ctx.ref(TrainerContract, LEADER)  # which compares pairs
+        if live.has_engines:
+            ready = await self._adopter.ready_engines()
+            engine = max(ready, key=lambda n: self._adoption.serving.get(n, -1))
+            asked = self._ctx.ref(RolloutContract, engine)
         num_prompts = one.num_prompts or live.eval.num_prompts
         prompts = await self._until_answered("buffer", lambda: buffer.eval_prompts(num_prompts, name))
         num_rows = await self._until_answered("buffer", lambda: buffer.num_held_out(name))
@@ -119,7 +124,7 @@ class Evaluator:
             name=name,
             pass_reward=one.pass_reward,
         )
-        result = await self._ctx.ref(RolloutContract, engine).evaluate(request)
+        result = await asked.evaluate(request)
         prefix = f"eval/{name}/" if name else "eval/"
         return msgspec.structs.replace(
             result,

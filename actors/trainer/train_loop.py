@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from ...core.actor import PeerEvent
 from ...core.config import TrainerConfig
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import (
     DataError,
     DeadlineExceeded,
@@ -33,10 +37,10 @@ from ...core.errors import (
 from ...core.files import until_written
 from ...core.ids import LEADER
 from ...core.knobs import KnobValue, LiveKnobs, Operator
-from ...core.messages import ActivityKind, Claim, StepReport, WeightChannel, WeightManifest
+from ...core.messages import ActivityKind, Claim, EvalResult, StepReport, WeightChannel, WeightManifest
 from ...core.protocols import StepStats
 from ...core.refs import together, with_deadline
-from ...core.samples import Group, TrainShard
+from ...core.samples import Group, Prompt, TrainShard
 from ...core.timeouts import TIMEOUTS
 from ..contracts import BufferContract, CoordinatorContract, TrainerContract
 from ..knobs.owner import KnobOwner, pull
@@ -51,6 +55,8 @@ from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
+OF_PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
+"""What is told of held-out pairs."""
 GUARD = Operator(user="guard", via="auto")
 GUARD_REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.bound = 0` switches the check off"
 
@@ -75,6 +81,8 @@ class TrainLoopOptions:
     """Mean |difference| (nats) of engine and trainer above which the run pauses (`guard_fails`: fails); 0: none."""
     guard_fails: bool = False
     channel: WeightChannel = "shm"
+    make_pair: Callable[[Prompt], Group] | None = None
+    """Writes a row's two answers as samples; blocks. None: this run has no pairs."""
     step_values: Mapping[str, KnobValue] = field(default_factory=dict[str, KnobValue])
     """What the run file says of the knobs that ranks use; see `step_values` in `knobs.py`."""
 
@@ -128,6 +136,8 @@ class TrainLoop:
         self.link = CoordinatorLink(report, self.publisher)
         self._parts = PartMetrics()
         self._may_go = asyncio.Event()
+        self._ranks_are_free = asyncio.Lock()
+        """Held by the loop but at boundaries: ranks take one call after another, all in the same order."""
         self._stop_reason = ""
         self._inventory = ""
 
@@ -150,7 +160,6 @@ class TrainLoop:
     ) -> None:
         """From set-up to the end of the run. `live`: knobs as the checkpoint that it continues from holds them.
         `is_restart`: the gang was here before, so what was trained after `version` is undone."""
-        start_version = version
         self.checkpoints.continue_from(version)
         await self._ctx.wait_for("coordinator", "buffer", *self._gang.ranks, timeout_s=self.options.setup_timeout_s)
         if version > 0 or is_restart:
@@ -160,6 +169,11 @@ class TrainLoop:
             await self.link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
             await self._may_go.wait()
+        async with self._ranks_are_free:
+            await self._lead(version)
+
+    async def _lead(self, version: int) -> None:
+        start_version = version
         self._meter.switch("compute", "lead")
         reason = ""
         while not await self._is_end(version):
@@ -221,6 +235,7 @@ class TrainLoop:
                 await self.orders.serve(version)
                 if newcomers:
                     self._ctx.log.info("version %d is handed over again, to new engines", version)
+        await self._let_evaluate()
         if blocked_by not in _RESTING:
             await self._give_held_back(version)
 
@@ -359,6 +374,43 @@ class TrainLoop:
         elif self.checkpoints.is_due(version):
             await self.checkpoints.save_by_schedule(version)
         await self.orders.serve(version)
+        await self._let_evaluate()
+
+    async def _let_evaluate(self) -> None:
+        """Evaluations that wait for the ranks have them now."""
+        self._ranks_are_free.release()
+        with self._meter.during("other", "evaluation"):
+            await self._ranks_are_free.acquire()  # those that waited before come first
+
+    async def evaluate(self, prompts: Sequence[Prompt]) -> EvalResult:
+        """Means over these pairs, in steps of `algo.batch_size`. Raises TrainError for a run without pairs, the error
+        of the first pair if none can be compared, and what a step raises."""
+        make, options = self.options.make_pair, replace(self.options.plan, minibatches=1)
+        if make is None or not prompts:
+            raise TrainError("this run has no held-out pairs", remedy="name some as eval.data")
+        pairs, errors = await in_daemon_thread(lambda: _made(make, prompts), "write held-out pairs")
+        if not pairs:
+            raise errors[0]
+        sums = Counter[str]()
+        async with self._ranks_are_free:
+            version, size = max(self.link.version, 0), options.algo.batch_size
+            for start in range(0, len(pairs), size):
+                part = pairs[start : start + size]
+                plan = await planned_step(
+                    version, ClaimedBatch(part), self.knobs.planned(options), self.options.trainer.step_timeout_s
+                )
+                shards = [msgspec.structs.replace(shard, is_held_out=True) for shard in plan.shards]
+                found = (await self._gang.train(shards, self.knobs.for_step())).metrics
+                sums.update({name: found[f"train/{name}"] * len(part) for name in OF_PAIRS})
+        means = {name: total / len(pairs) for name, total in sums.items()}
+        return EvalResult(
+            mean_reward=means["accuracy"],
+            num_samples=2 * len(pairs),
+            oldest_version=version,
+            newest_version=version,
+            num_errors=len(errors),
+            metrics=means | {"num_errors": float(len(errors))},
+        )
 
     @asynccontextmanager
     async def _engines_turn(self, version: int) -> AsyncGenerator[None]:
@@ -384,6 +436,16 @@ class TrainLoop:
         manifest = await self.publisher.publish(version)
         async with self._engines_turn(version):
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
+
+
+def _made(make: Callable[[Prompt], Group], prompts: Sequence[Prompt]) -> tuple[list[Group], list[MyxaError]]:
+    groups, errors = list[Group](), list[MyxaError]()
+    for prompt in prompts:
+        try:
+            groups.append(make(prompt))
+        except MyxaError as error:  # too long, or not to be written by the template: it would not be trained on either
+            errors.append(error)
+    return groups, errors
 
 
 @dataclass(eq=False)
@@ -415,6 +477,8 @@ class TrainerGang:
             stats = await together(calls, fails_fast=True)
         except GatherError as error:
             raise self._failed(shards[0].step, error) from error
+        if shards[0].is_held_out:
+            return stats[LEADER]
         group_ids = {sample.group_id for shard in shards for sample in shard.samples}
         self.report.telemetry.hop(
             "train", group_ids, started, self.report.clock.monotonic() - began, step=shards[0].step

@@ -22,7 +22,7 @@ from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
 from ...core.errors import NotReady, TrainError
 from ...core.files import naming_disk
 from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
-from ...core.messages import WeightManifest
+from ...core.messages import EvalRequest, EvalResult, WeightManifest
 from ...core.protocols import PendingSave, StepStats, TrainBackend
 from ...core.samples import TrainShard
 from ...core.timeouts import TIMEOUTS
@@ -171,7 +171,7 @@ class Trainer(OwnsKnobs, TrainerContract):
             self._meter.switch("wait-data", "next step")
         with self._meter.during("compute", f"train {shard.step}"), self._blocking("first step", when=is_first):
             stats = await self._in_thread(lambda: self.backend.train(shard, knobs))
-        self._version = shard.step + 1
+        self._version = shard.step + (not shard.is_held_out)
         return stats
 
     async def publish(self, version: int, unreleased: tuple[int, ...]) -> WeightManifest | None:
@@ -262,6 +262,9 @@ class Trainer(OwnsKnobs, TrainerContract):
         if reason or not of_ranks(values):
             return reason
         return self.backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)))
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        return await self._require_leader().evaluate(request.prompts)
 
     async def checkpoint_at_boundary(self, export: bool) -> str:
         return await self._require_leader().orders.ask(is_export=export)

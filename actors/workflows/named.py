@@ -22,7 +22,7 @@ import msgspec
 from ...core.errors import ConfigError, DataError
 from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, PAIR, Message, Prompt, Sample
 from ..user_code.functions import WORKFLOW, load_function
-from .episode import Workflow, WorkflowContext
+from .episode import Episode, Workflow, WorkflowContext
 
 
 async def answer_once(ctx: WorkflowContext, prompt: Prompt) -> Sample:
@@ -37,9 +37,13 @@ async def replay_demonstration(ctx: WorkflowContext, prompt: Prompt) -> Sample:
 
 
 async def replay_pair(ctx: WorkflowContext, prompt: Prompt) -> Sample:
+    return answer_of_pair(ctx.episode, prompt, ctx.index)
+
+
+def answer_of_pair(episode: Episode, prompt: Prompt, index: int) -> Sample:
     """One answer of a pair as a sample, with reward 1 if it is the better one, else 0."""
-    sample = ctx.episode.demonstration(shown_turns(prompt, PAIR[ctx.index]), is_whole=True)
-    return msgspec.structs.replace(sample, loss="algo", reward=float(ctx.index == 0))
+    sample = episode.demonstration(shown_turns(prompt, PAIR[index]), is_whole=True)
+    return msgspec.structs.replace(sample, loss="algo", reward=float(index == 0))
 
 
 def shown_turns(prompt: Prompt, key: str = DEMONSTRATION_TURNS) -> list[Message]:

@@ -142,6 +142,7 @@ RELATIONS = (
     'weights.channel=shm needs roles.rollout.kind!=sglang: it takes "nccl", "cuda_ipc" or "disk"',
     "weights.full_every!=0,1 needs weights.channel=disk,tcp: only folders have deltas",
     "eval.every needs eval.data eval.sets: the held-out prompts",
+    f"eval.num_samples eval.temperature needs algo.kind!={PAIRS}: the rows hold the answers",
 )
 FIRST_RELATIONS = (
     f"algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef algo.kind={PAIRS}: else no model is used",
@@ -291,7 +292,8 @@ def _algo_kind(table: Mapping[str, object]) -> object:
 def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What rows must have, and environments that have rows."""
     data, known = config.data, config.environments
-    kind, asked = config.algo.kind, ("eval.data", "eval.sets", "gateway.eval_requests", "memory.share")
+    kind, asked = config.algo.kind, ("eval.sets", "gateway.eval_requests", "memory.share")
+    asked += () if config.algo.learns_pairs else ("eval.data",)
     is_given, is_sft = config.algo.is_given, kind == "sft"
     yield from clashes(
         (is_given and data.difficulty_low != data.difficulty_high, "data.difficulty_high",

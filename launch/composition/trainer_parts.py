@@ -7,10 +7,12 @@ import it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from ...actors.backends.torch_backend.world import Gang
 from ...actors.checkpoints.folder import OTHERS_ONE, list_checkpoints
@@ -21,9 +23,10 @@ from ...actors.weights.publish import ChannelEnd
 from ...core.clock import Clock
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, TrainError
-from ...core.messages import WeightChannel
+from ...core.messages import SamplingParams, WeightChannel
 from ...core.process import boot_id
 from ...core.protocols import TrainBackend, WeightSender
+from ...core.samples import PAIR, Group, Prompt
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
 from ..actor_spec import ActorSpec
@@ -116,6 +119,36 @@ def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, 
 def _serving_dtype(config: RunConfig) -> str:
     """The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own."""
     return config.engine.dtype if config.roles.rollout.kind == "sglang" else ""
+
+
+def pair_maker(config: RunConfig) -> Callable[[Prompt], Group] | None:
+    """Makes the samples of a held-out pair as rollout actors make those that are trained on."""
+    if not (config.algo.learns_pairs and config.eval.has_prompts):
+        return None
+    from ...actors.models.tokenizer import load_tokenizer
+    from ...actors.rollout.group_runner import no_engine
+    from ...actors.workflows.episode import Episode, ModelAccess
+    from ...actors.workflows.named import answer_of_pair
+    from ...actors.workflows.turn_renderer import TurnRenderer
+
+    path = config.model.path
+    tokenizer, length = load_tokenizer(path, config.data), config.engine.context_length
+    renderer, sampling = TurnRenderer(tokenizer), SamplingParams(temperature=config.rollout.temperature)
+    model = ModelAccess(
+        generate=no_engine, sampling=sampling, context_length=length or read_config(path).context_length
+    )
+
+    def make(prompt: Prompt) -> Group:
+        answers = tuple(
+            answer_of_pair(
+                Episode(prompt=prompt, index=index, tokenizer=tokenizer, model=model, renderer=renderer), prompt, index
+            )
+            for index in range(len(PAIR))
+        )
+        rewards = np.asarray([answer.reward for answer in answers], np.float32)
+        return Group(prompt=prompt, samples=answers, rewards=rewards)
+
+    return make
 
 
 # -- communicators

@@ -102,6 +102,10 @@ def make_shards(
     return plan_step(seed, [msgspec.structs.replace(pair, rewards=right) for pair in pairs], options)
 
 
+def held_out(shard: TrainShard) -> TrainShard:
+    return msgspec.structs.replace(shard, is_held_out=True)
+
+
 def make_backend(
     model: str | Path,
     *,

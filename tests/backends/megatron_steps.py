@@ -107,6 +107,8 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             gang_rank.keep(out / "loaded.npz", weights_of(backend))
         result["scores"] = named(shards[0], gang_rank.scored(backend, shards[0].samples))
         result["metrics"] = [backend.train(shards[0], {}).metrics]
+        if algo["kind"] == "dpo":
+            result["held_out"] = backend.train(gang_rank.held_out(shards[1]), {}).metrics
         if case.get("load") or case.get("optimizer"):
             gang_rank.keep(out / "weights_first.npz", weights_of(backend))
         for shard, knobs in zip(shards[1:], (gang_rank.LIVE, {}), strict=False):

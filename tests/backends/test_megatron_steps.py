@@ -300,12 +300,12 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 "is_served": "ref_urls" in algo,
             }  # fmt: skip
             shards = [gang_rank.make_shards(s, 1, **drawn)[0] for s in SEEDS]
+            scores = steps.named(shards[0], gang_rank.scored(backend, shards[0].samples))
+            first = backend.train(shards[0], {}).metrics
             known[place] = {
-                "scores": steps.named(shards[0], gang_rank.scored(backend, shards[0].samples)),
-                "metrics": [
-                    backend.train(shard, knobs).metrics
-                    for shard, knobs in zip(shards, ({}, gang_rank.LIVE), strict=True)
-                ],
+                "scores": scores,
+                "held_out": backend.train(gang_rank.held_out(shards[1]), {}).metrics if kind == "dpo" else {},
+                "metrics": [first, backend.train(shards[1], gang_rank.LIVE).metrics],
                 "weights": gang_rank.weights_of(backend),
             }
             backend.close()
@@ -357,6 +357,8 @@ def test_training_is_that_of_the_torch_trainer(
     ranks = results(out, name)
     assert len(ranks) == num_ranks
     for result in ranks:
+        if right["held_out"]:
+            check_metrics(result["held_out"], right["held_out"], "held out")
         for step, metrics in enumerate(right["metrics"]):
             check_metrics(result["metrics"][step], metrics, step)
             for key, value in result["metrics"][step].items():

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.backends.gang_rank import Backends, make_shards, save, token_ids, weights_of
+from tests.backends.gang_rank import Backends, held_out, make_shards, save, token_ids, weights_of
 from tests.backends.test_critic import with_head
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -95,6 +95,19 @@ def test_scores_loss_and_gradient_are_those_of_the_classifier(backends: Backends
     for name, gradient in wanted.items():
         step = before[name].astype(np.float64) - after[name]
         np.testing.assert_allclose(step / (1 - np.abs(step)), gradient.numpy(), atol=2e-5, err_msg=name)
+
+
+def test_held_out_pairs_are_compared_and_nothing_is_learnt(backends: Backends, scorer: Path, tmp_path: Path) -> None:
+    one, other = (backends(folder=scorer, algo=REWARD, optimizer={"lr": 1e-2}) for _ in range(2))
+    shard, held = pairs(85), pairs(86)
+    wanted, chosen, rejected = loss_of(scores_by(exported(one, tmp_path / "before"), held), held)
+    told = one.train(held_out(held), {}).metrics
+    assert told["train/loss"] == pytest.approx(wanted.item(), abs=1e-6)
+    assert told["train/accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+    assert told["train/num_updates"] == 0
+    for backend in (one, other):
+        backend.train(shard, {})
+    assert all(np.array_equal(value, weights_of(other)[name]) for name, value in weights_of(one).items())
 
 
 def test_a_checkpoint_converts_to_what_is_exported_and_goes_on_to_the_bit(

@@ -53,7 +53,8 @@ def num_steps(folder: Path) -> int:
 
 def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> None:
     file = recipe(tmp_path)
-    done = run("up", str(file), "--set", "data.max_passes=6", folder=tmp_path, timeout_s=100)
+    sets = ("data.max_passes=6", 'eval.data="pairs.jsonl"', "eval.every=4")
+    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").glob("dpo-*")
     rows = [row["values"] for row in metrics(run_dir) if "train/loss" in row["values"]]
@@ -64,6 +65,12 @@ def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> N
     assert rows[-1]["train/accuracy"] == 1.0
     assert rows[-1]["train/rewards/chosen"] > rows[-1]["train/rewards/rejected"]
     assert not any(name.startswith("reward/") for name in rows[-1])
+    told = {row["step"]: row["values"] for row in metrics(run_dir) if "eval/loss" in row["values"]}
+    assert told[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert told[12]["eval/accuracy"] == 1.0
+    assert told[12]["eval/rewards/chosen"] - told[12]["eval/rewards/rejected"] == pytest.approx(
+        told[12]["eval/margin"], abs=1e-5
+    )
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
         trained = ledger.execute("select draw, num_samples from groups where step >= 0 order by draw").fetchall()
     assert trained == [(draw, 2) for draw in range(48)]  # 8 rows, 6 passes
@@ -90,6 +97,9 @@ def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_ot
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     subprocess.run([sys.executable, "pairs.py"], cwd=tmp_path, check=True, timeout=30)
     make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
+    rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
+    too_long = {"prompt": "a", "chosen": "b" * 3000, "rejected": "c"}
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, too_long)))
     run_dir = killed_twice(tmp_path, tmp_path / "reward.toml")
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
         trained = ledger.execute("select draw, step from groups where step >= 0").fetchall()
@@ -103,9 +113,13 @@ def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_ot
         said = Completion(group_id=0, index=0, messages=asked, prompt="", text=row[name], conversation=(answer,))
         return score(said)
 
-    rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
     right = [judged(row, "chosen") > judged(row, "rejected") for row in rows]
     assert sum(right) / len(right) > 0.7
+    told = {row["step"]: row["values"] for row in metrics(run_dir) if "eval/loss" in row["values"]}
+    assert told[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert told[40]["eval/accuracy"] == pytest.approx(sum(right) / len(right))
+    assert told[40]["eval/num_errors"] == 1
+    assert len(told) >= 3
 
 
 def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(tmp_path: Path) -> None:
@@ -176,6 +190,8 @@ def test_a_row_that_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: di
         ("algo.label_smoothing=0.5", "algo.label_smoothing"),
         ("rollout.num_samples=4", "rollout.num_samples"),
         ("data.preset=chat", "data.preset"),
+        ("eval.data=pairs.jsonl eval.num_samples=2", "eval.num_samples"),
+        ("eval.every=2", "eval.every"),
         ("data.chosen_key=good data.preset=slime", "data.chosen_key"),
         ("algo.center_coef=0.1", "algo.center_coef"),
         ("algo.loss=bradley_terry", "algo.loss"),
