@@ -14,18 +14,18 @@ import types
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any, cast
 
 from ...core.errors import ConfigError
 from ..gateway.answering import fault_body
 from ..gateway.exchange import STATUS
-from ..gateway.server import MAX_BODY_BYTES
 from ..gateway.session import RequestFault
 from ..user_code.functions import Expected, named_code
 from ..workflows.failures import EnvironmentFailure, SandboxFailure
 from .session import TOO_LONG, Environment, EnvironmentSession, Message, Row
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 GAME = Expected("environments.NAME.id", 0, "class Game: def reset(self, seed, options) ...; def step(self, action) ...")
 TASKSET = Expected("environments.NAME.id", 0, "class Tasks(verifiers.v1.Taskset)")
@@ -321,6 +321,10 @@ class Verifiers(Environment):
             yield {"prompt": [*head, *said], "metadata": {"index": index, "task": data.name or data.id or str(index)}}
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        from aiohttp import web  # which takes as long as all else
+
+        from ..gateway.server import MAX_BODY_BYTES
+
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/{path:.*}", self._answered)
         server = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
@@ -334,6 +338,8 @@ class Verifiers(Environment):
 
     async def _answered(self, request: web.Request) -> web.Response:
         """As the policy does; a header says which session asks."""
+        from aiohttp import web
+
         session, path = self.sessions.get(request.headers.get("X-Session-ID", "")), request.path
         try:
             if session is None:

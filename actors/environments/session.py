@@ -21,8 +21,7 @@ from ...core.errors import ConfigError
 from ...core.samples import Prompt, Sample
 from ..gateway.answering import Answering, read_exchange
 from ..gateway.openai_chat import ChatCompletion
-from ..gateway.server import task_of
-from ..gateway.session import AgentSession, RequestFault
+from ..gateway.session import AgentSession, RequestFault, task_of
 from ..user_code.process import CALL, CallThreads
 from ..workflows.episode import WorkflowContext
 from ..workflows.failures import EnvironmentFailure

@@ -36,8 +36,8 @@ from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch
 from ..workflows.episode import Episode, ReachedModel, WorkflowContext
 from .clients import models_of_rollout
 from .exchange import MODEL
-from .server import Gateway, OpenSession, task_of
-from .session import AgentSession, RequestFault
+from .server import Gateway, OpenSession
+from .session import AgentSession, RequestFault, task_of
 
 TAIL_CHARS = 2000
 """Of a program's output, in errors."""

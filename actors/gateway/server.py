@@ -49,7 +49,7 @@ from .answering import (
     session_of,
 )
 from .exchange import STATUS, read_body
-from .session import AgentSession, RequestFault
+from .session import AgentSession, RequestFault, task_of
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -450,16 +450,6 @@ class Gateway:
         one.end = end
         one.ended.set()
         return json_response({"ok": True})
-
-
-def task_of(prompt: Prompt) -> dict[str, Any]:
-    """What an agent gets of its row."""
-    return {
-        "messages": [message.as_template_sees() for message in prompt.messages],
-        "tools": list(prompt.tools),
-        "label": prompt.label,
-        "metadata": prompt.metadata,
-    }
 
 
 def key_of(request: web.Request) -> str:

@@ -555,3 +555,13 @@ def _number(text: str) -> float:
 
 
 _decoder = msgspec.json.Decoder(object, float_hook=_number)
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """What an agent gets of its row."""
+    return {
+        "messages": [message.as_template_sees() for message in prompt.messages],
+        "tools": list(prompt.tools),
+        "label": prompt.label,
+        "metadata": prompt.metadata,
+    }
