@@ -152,7 +152,7 @@ def own_scores(backend: Any, shard: TrainShard) -> list[np.ndarray]:
 def scored(backend: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probs of the loss tokens under the current weights, float32 [R] each, 0 where the mask is 0. Collective."""
     policy = backend._ready().stepper.policy
-    micros = [list(range(i, min(i + 4, len(samples)))) for i in range(0, len(samples), 4)]
+    micros = [list(range(i, min(i + 8, len(samples)))) for i in range(0, len(samples), 8)]
     longest = int(policy.world.max(torch.tensor([len(micros)])).item())
     return _scores(policy, samples, [policy.layouts(samples, micros + [[]] * (longest - len(micros)))])
 

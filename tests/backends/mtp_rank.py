@@ -61,35 +61,36 @@ def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank
         def whole(pick: Any) -> dict[str, torch.Tensor]:
             return {n: t.clone() for n, t in iter_hf_tensors(policy.chunks, config, to_all=True, pick=pick)}
 
-        weights = whole(torch.Tensor.detach)
+        found = {"weights": whole(torch.Tensor.detach)}
         step = TrainingStep.begin(shard, stepper.settings)
         minibatches = policy.cut(shard, skips_neutral=False)
         stepper._score_before(step, minibatches)
         stepper._learners(step, step.normalisers(0))[0].passes(minibatches[0], step.tally)
         policy.gradient_norm()
-        grads = whole(lambda tensor: getattr(tensor, "main_grad", torch.zeros_like(tensor)))
-        metrics = backend.train(shard, {}).metrics
-        later = whole(torch.Tensor.detach)
-        restored = None
+        found["grads"] = whole(lambda tensor: getattr(tensor, "main_grad", torch.zeros_like(tensor)))
+        rest: dict[str, Any] = {"is_back": False}
+        if case["trains"]:
+            rest["metrics"] = backend.train(shard, {}).metrics
+            later = found["later"] = whole(torch.Tensor.detach)
+            rest["moved"] = {name: float((later[name] - found["weights"][name]).abs().max()) for name in later}
         if case["saves"]:
             saved = str(Path(spec["out"]) / f"{case['name']}-saved")
             pending = backend.begin_save(saved, {})
             pending.write()
             pending.finish()
+        if case["comes_back"]:
             backend.train(shard, {})
             backend.load(saved)
             again = whole(torch.Tensor.detach)
-            restored = all(torch.equal(again[name], later[name]) for name in later)
-        moved = {name: float((later[name] - weights[name]).abs().max()) for name in later}
+            rest["is_back"] = all(torch.equal(again[name], later[name]) for name in later)
     finally:
         backend.close()
     if rank == 0:
         place = Path(spec["out"]) / case["name"]
         place.mkdir(parents=True, exist_ok=True)
-        save_file(weights, place / "weights.safetensors")
-        save_file(grads, place / "grads.safetensors")
-        save_file(later, place / "later.safetensors")
-        (place / "rest.json").write_text(json.dumps({"metrics": metrics, "moved": moved, "restored": restored}))
+        for name, tensors in found.items():
+            save_file(tensors, place / f"{name}.safetensors")
+        (place / "rest.json").write_text(json.dumps(rest))
 
 
 def main() -> None:

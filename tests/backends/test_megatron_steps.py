@@ -37,8 +37,7 @@ steps = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(steps)
 
 GRPO = {
-    "kind": "grpo", "batch_size": 6, "minibatches": 2, "epochs": 2, "entropy_coef": 0.01, "kl_coef": 0.05,
-    "ref_update_every": 12,
+    "kind": "grpo", "batch_size": 6, "minibatches": 2, "entropy_coef": 0.01, "kl_coef": 0.05, "ref_update_every": 12,
 }  # fmt: skip
 """The first shard's step makes version 12."""
 WHITENED = {"kind": "reinforce_pp", "batch_size": 6, "minibatches": 1, "kl_coef": 0.1, "kl_in": "reward"}
@@ -103,12 +102,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED, "reloads": True},
         {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
         {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
-        {
-            "name": "lora-tp2-sp",
-            "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
-            "algo": ADAPTED,
-            "lora": LORA,
-        },
         {"name": "lora-dp2", "algo": ADAPTED, "lora": QV, "export_hf": True},
         {
             "name": "lora-latent-tp2-sp",
@@ -118,6 +111,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "lora": LATENT,
         },
         {"name": "lora-ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "lora": QV},
+        {"name": "pairs-cp2", "megatron": {"cp": 2}, "algo": PAIRS, "has_reference": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
         {
             "name": "bf16-pp2",
@@ -132,7 +126,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "dp2-tp2", "megatron": {"tp": 2}, "load": "tp2-pp2"},
         {
             "name": "lora-tp2-pp2",
-            "megatron": {"tp": 2, "pp": 2},
+            "megatron": {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"},
             "algo": ADAPTED,
             "lora": LORA,
             "save": True,
@@ -140,7 +134,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         },
         {"name": "lora-dp2-cp2", "megatron": {"cp": 2}, "algo": ADAPTED, "lora": LORA, "load": "lora-tp2-pp2"},
         {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
-        {"name": "pairs-cp2-tp2", "megatron": {"cp": 2, "tp": 2}, "algo": PAIRS, "has_reference": True},
         {"name": "pairs-dp2-pp2", "megatron": {"pp": 2}, "algo": PAIRS, "has_reference": True},
     ],
 }
