@@ -60,19 +60,19 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
         f'env = {{ GAMES_LOG = "{tmp_path / "log"}", GAMES_PACE_S = "0.05" }}\n'
     )
     process = job.start(
-        "run.num_steps=10", 'rollout.workflow="environment"', "rollout.max_turns=4", "rollout.workers=2",
+        "run.num_steps=7", 'rollout.workflow="environment"', "rollout.max_turns=4", "rollout.workers=2",
         "rollout.save_partials_s=0.2", 'reward.fn="workflow"', "rollout.max_retries=50",
         more=(str(tmp_path / "environments.toml"),),
     )  # fmt: skip
     try:
-        for done in range(1, 7):
+        for done in range(1, 5):
             wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
             wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
             actor = worker_pids(process.pid, "rollout/0")[0]
             workers = environment_pids(actor)
             seen.update(workers)
-            if done == 4:
+            if done == 3:
                 os.kill(actor, signal.SIGKILL)
                 wait_until(lambda workers=workers: not any(map(psutil.pid_exists, workers)), "no worker survives")
             elif workers:

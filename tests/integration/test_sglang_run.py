@@ -52,18 +52,20 @@ PAIRS = (
 
 @pytest.mark.parametrize("victim_kind", ["", "prefill", pytest.param("decode", marks=pytest.mark.soak)])
 def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job, victim_kind: str) -> None:
-    """One server for each of two rollout actors, from a folder of its own, or a prefill and a decode server."""
+    """One server for each of two rollout actors, from a folder of its own, or one actor with a prefill and a decode
+    server."""
     folder = "model" if victim_kind else "served"
     if folder == "served":
         shutil.copytree(job.folder / "model", job.folder / folder)
+    count = 1 if victim_kind else 2
     groups = PAIRS if victim_kind else (f'weights.served_folder="{job.folder / folder}"',)
-    words = job.words(*LAUNCHES, *groups, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
+    words = job.words(*LAUNCHES, *groups, "run.num_steps=400", f"roles.rollout.count={count}", *job.paced(2.0))
     run = Command(words, job.folder, env=stand_in_environment())
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
         wait_until(
-            lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "two engines at work"
+            lambda: len(events(run_dir, "engine-joined")) == count and steps_done(run_dir) > 2, "engines at work"
         )
         mode = f"--disaggregation-mode={victim_kind}"
         victim = next(one for one in servers_of(run_dir, folder) if not victim_kind or mode in one.cmdline())
@@ -72,7 +74,7 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
         (gone,) = losses(run_dir)
         name = gone["text"].split()[0]
         at_loss = steps_done(run_dir)
-        wait_until(lambda: len(events(run_dir, "engine-joined")) == 3, "the server is replaced")
+        wait_until(lambda: len(events(run_dir, "engine-joined")) == count + 1, "the server is replaced")
         wait_until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
         wait_until(lambda: steps_done(run_dir) > at_loss + 2, "the run goes on")
     finally:

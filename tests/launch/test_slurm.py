@@ -141,7 +141,7 @@ def test_two_tasks_are_two_nodes_of_one_run_and_scancel_leaves_a_run_to_resume(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     job = make_job(tmp_path)
-    sets = ("run.num_steps=40", "trainer.checkpoint_every=2", *TWO_NODES)
+    sets = ("run.num_steps=400", "trainer.checkpoint_every=2", *TWO_NODES)
     words = ("launch", str(tmp_path / "run.toml"), *(part for item in sets for part in ("--set", f"'{item}'")))
     number = cluster.submit(tmp_path, *words)
 
@@ -157,15 +157,15 @@ def test_two_tasks_are_two_nodes_of_one_run_and_scancel_leaves_a_run_to_resume(
     wait_until(lambda: cluster.state(number) == "CANCELLED", "the job is over", timeout_s=60)
     wait_until(lambda: not launchers(tmp_path), "no process is left", timeout_s=30)
     stopped = max(steps())
-    assert stopped < 40
+    assert stopped < 400
     run_dir = job.run_dir()
     assert {event["source"] for event in events(run_dir, "stopping")} or printed()
 
-    number = cluster.submit(tmp_path, "resume", str(run_dir), "--set", "run.num_steps=44")
+    number = cluster.submit(tmp_path, "resume", str(run_dir), "--set", f"run.num_steps={stopped + 2}")
     wait_until(lambda: cluster.state(number) in ("COMPLETED", "FAILED"), printed, timeout_s=120)
     assert cluster.state(number) == "COMPLETED", printed()
     assert not launchers(tmp_path)
-    assert max(steps()) == 44
+    assert max(steps()) == stopped + 2
     audit = audit_ledger(job.run_dir() / "ledger.sqlite")
     assert audit.num_rewound == 0, "a checkpoint was written when the job was cancelled"
 

@@ -150,7 +150,7 @@ def strangers() -> list[psutil.Process]:
 @pytest.mark.skipif(bool(namespaces_trouble()), reason=f"namespaces: {namespaces_trouble()}")
 @ways({"pairs": DOUBLES, "asserts": ASSERTS}, {"pairs": DOUBLES})
 async def test_hostile_answers_get_nothing_leave_nothing_and_take_their_time_alone(sandbox: str, label: Any) -> None:
-    scorer = rewarder(sandbox=sandbox, seconds=0.7, total_seconds=2.0)
+    scorer = rewarder(sandbox=sandbox, seconds=0.5, total_seconds=1.0)
     begun_s = time.monotonic()
 
     async def judged(what: str) -> tuple[str, float]:

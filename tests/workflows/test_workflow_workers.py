@@ -91,19 +91,6 @@ class Scored:
         time.sleep(0.02)
         return 1.0
 
-async def by_sdk(ctx, prompt):
-    messages = [{"role": "user", "content": "hello"}]
-    async with ctx.openai as client:
-        for _ in range(2):
-            chat = await client.chat.completions.create(model="policy", messages=messages)
-            messages += [chat.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
-    return ctx.samples(reward=1.0)
-
-def by_plain_sdk(ctx, prompt):
-    with ctx.openai as client:
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
-    return ctx.samples(reward=1.0)
-
 class Env:
     async def step(self, mode):
         if mode == "block": time.sleep(60)
@@ -198,6 +185,22 @@ class SlowTeardown(Gym):
         await asyncio.sleep(1.0)
         note("teardown", self.pid)
 """
+
+SDK_FLOWS = """
+async def by_sdk(ctx, prompt):
+    messages = [{"role": "user", "content": "hello"}]
+    async with ctx.openai as client:
+        for _ in range(2):
+            chat = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [chat.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
+    return ctx.samples(reward=1.0)
+
+def by_plain_sdk(ctx, prompt):
+    with ctx.openai as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+    return ctx.samples(reward=1.0)
+"""
+"""In a file of their own: a worker imports the SDKs that its file speaks of, which takes most of a second."""
 
 
 class Words:
@@ -377,7 +380,7 @@ async def test_what_an_episode_waits_for_is_told_with_its_turn(flows: Path, mode
             spent = timeline.seconds()
             assert spent["tool"] > 0.07 and spent["environment"] > 0.03 and spent["judge"] == 0
             whole_s = max(one.ended_s for one in timeline.stretches) - timeline.began_s
-            assert sum(spent.values()) == pytest.approx(whole_s, abs=0.02), "one thing at a time"
+            assert sum(spent.values()) == pytest.approx(whole_s, abs=0.04), "one thing at a time"
             assert timeline.doing is None
         assert ("tool search" in {place for _, _, place in made.loads}) and made.loads[-1][:2] == (0, 0)
         assert made.runner.lengths()["rollout/tool_s_max"] > 0.07
@@ -395,6 +398,7 @@ async def test_phases_of_a_workflow_are_waits_and_an_unknown_kind_is_refused(flo
 
 
 async def test_workflows_with_the_openai_sdk(flows: Path, model: Path) -> None:
+    flows.write_text(SDK_FLOWS)
     async with bench(flows, model, "by_sdk") as made:
         group = await made.run(4)
         assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 2)] * 4
