@@ -40,13 +40,14 @@ def test_the_rate_of_every_update(name: str) -> None:
     assert {n: learning_rate(config, n, total_updates=10) for n in wanted} == pytest.approx(wanted)
 
 
-def test_adamw_walks_as_torch_does() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_adamw_walks_as_torch_does(*, is_fused: bool) -> None:
     sys.stdout.write("seed 4\n")
     generator = torch.Generator().manual_seed(4)
     start = {"matrix": torch.randn(5, 3, generator=generator), "vector": torch.randn(4, generator=generator)}
     ours = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     theirs = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
-    mine = AdamW(list(ours.items()), (0.9, 0.95), 1e-8)
+    mine = AdamW(list(ours.items()), (0.9, 0.95), 1e-8, is_fused=is_fused)
     judge = torch.optim.AdamW(
         [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["vector"]], "weight_decay": 0.0}],
         betas=(0.9, 0.95),

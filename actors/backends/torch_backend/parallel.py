@@ -11,7 +11,7 @@ without loss tokens see to that.
 Libraries considered: DistributedDataParallel for ddp. Not used: its constructor imports torch's whole compiler (1 s of
 CPU and 70 MB per rank), it averages where we add, and what it is good at, hiding the exchange behind the backward pass,
 acts in the last micro-batch only. Where the exchange costs, fsdp is the strategy to take. `torch.optim.AdamW` imports
-the compiler too, and its state is private to it; the tests compare ours with it.
+the compiler too, and its state is private to it: on a GPU we call its kernel, and the tests compare ours with it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class AdamW:
     eps: float
     offload: TorchOffload | None = None
     """Where moments and gradients lie if they can leave the device."""
+    is_fused: bool | None = None
+    """Whether torch's kernel for many tensors makes the update; None: on a GPU, which touches each number once then."""
 
     def __post_init__(self) -> None:
         self._parameters = tuple(self.parameters)
@@ -85,22 +87,37 @@ class AdamW:
     def update(self, lr: float, weight_decay: float) -> None:
         """One update from the gradients that are there; a parameter without gradient stays as it is."""
         self.num_updates += 1
+        moments = self.moments
+        trained = [
+            (weight_decay if p.ndim > 1 else 0.0, (local_part(p), local_part(p.grad), *moments[name]))
+            for name, p in self._parameters
+            if p.grad is not None
+        ]
+        is_fused = any(row[0].is_cuda for _, row in trained) if self.is_fused is None else self.is_fused
+        (self._update_fused if is_fused else self._update_each)(lr, trained)
+        if self.offload is not None:
+            self.offload.written()
+
+    def _update_fused(self, lr: float, trained: Sequence[tuple[float, tuple[Tensor, ...]]]) -> None:
+        beta1, beta2 = self.betas
+        for decay in {decay for decay, _ in trained}:
+            columns = [list(column) for column in zip(*(row for own, row in trained if own == decay), strict=True)]
+            count = torch.full((), float(self.num_updates), device=columns[0][0].device)
+            cast(Any, torch)._fused_adamw_(
+                *columns, [], [count] * len(columns[0]), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay,
+                eps=self.eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+    def _update_each(self, lr: float, trained: Sequence[tuple[float, tuple[Tensor, ...]]]) -> None:
         beta1, beta2 = self.betas
         rate = lr / (1 - beta1**self.num_updates)
         root = (1 - beta2**self.num_updates) ** 0.5
-        moments = self.moments
-        for name, parameter in self._parameters:
-            if parameter.grad is None:
-                continue
-            part, gradient = local_part(parameter), local_part(parameter.grad)
-            first, second = moments[name]
-            if weight_decay and parameter.ndim > 1:
-                part.mul_(1 - lr * weight_decay)
+        for decay, (part, gradient, first, second) in trained:
+            if decay:
+                part.mul_(1 - lr * decay)
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             part.addcdiv_(first, second.sqrt().div_(root).add_(self.eps), value=-rate)
-        if self.offload is not None:
-            self.offload.written()
 
 
 class Replica:
