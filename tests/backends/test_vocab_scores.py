@@ -31,8 +31,9 @@ def dense(hidden: Tensor, head: Tensor, targets: Tensor, temperature: Temperatur
 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.4, 2.0, ROWS)], ids=["1", "0.7", "each its own"])
+@pytest.mark.parametrize("keeps", [False, True])
 def test_scores_and_gradients_of_one_slice(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: Temperature
+    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: Temperature, *, keeps: bool
 ) -> None:
     monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", chunk)
     hidden, head, targets = inputs(5)
@@ -40,7 +41,15 @@ def test_scores_and_gradients_of_one_slice(
     grads = []
     for scores in (
         dense(hidden, head, targets, temperature),
-        score_rows(hidden, head, targets, VocabSlice(0, VOCAB, None), temperature, needs_entropy_grad=True),
+        score_rows(
+            hidden,
+            head,
+            targets,
+            VocabSlice(0, VOCAB, None),
+            temperature,
+            needs_entropy_grad=True,
+            keeps_logits=keeps,
+        ),
     ):
         grads.append((scores, *torch.autograd.grad((scores * weights).sum(), (hidden, head))))
     for mine, right in zip(grads[1], grads[0], strict=True):
@@ -84,20 +93,31 @@ def test_entropy_passes_no_gradient_unless_asked() -> None:
     torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_pad_the_table_count_for_nothing_and_get_no_gradient() -> None:
+def test_a_second_backward_pass_gives_what_the_first_gave() -> None:
+    hidden, head, targets = inputs(12)
+    scores = score_rows(hidden, head, targets, VocabSlice(0, VOCAB, None), 0.8, keeps_logits=True)
+    first, second = (torch.autograd.grad(scores[:, 0].sum(), (hidden, head), retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_rows_that_pad_the_table_count_for_nothing_and_get_no_gradient(*, keeps: bool) -> None:
     hidden, head, targets = inputs(8)
     padded = torch.cat([head.detach(), torch.full((3, WIDTH), 9.0, dtype=head.dtype)]).requires_grad_()
-    scores = score_rows(hidden, padded, targets, VocabSlice(0, VOCAB, None), 1.0)
+    scores = score_rows(hidden, padded, targets, VocabSlice(0, VOCAB, None), 1.0, keeps_logits=keeps)
     torch.testing.assert_close(scores, dense(hidden, head, targets, 1.0), rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad(scores[:, 0].sum(), padded)
     assert not grad[VOCAB:].any()
     assert grad[:VOCAB].any()
 
 
-def test_a_pass_without_gradient_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_pass_without_gradient_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, *, keeps: bool) -> None:
+    monkeypatch.setitem(vocab_scores.CHUNK_LOGITS, "cpu", VOCAB * 4)
     hidden, head, targets = inputs(9, torch.bfloat16)
     whole = VocabSlice(0, VOCAB, None)
-    scores = score_rows(hidden, head, targets, whole, 0.9)
+    scores = score_rows(hidden, head, targets, whole, 0.9, keeps_logits=keeps)
     with torch.no_grad():
         assert torch.equal(score_rows(hidden, head, targets, whole, 0.9), scores)
 
