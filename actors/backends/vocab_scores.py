@@ -157,9 +157,9 @@ def score_tokens(
 
 
 def _kept_chunk(
-    hidden_Ch: Tensor, head_Vh: Tensor, targets_C: Tensor, kept_CK: Tensor, temperature: Temperature
+    hidden_Ch: Tensor, head_Vh: Tensor, targets_C: Tensor, kept_CK: Tensor, divisor: Temperature | None
 ) -> Tensor:
-    return kept_logprobs((hidden_Ch @ head_Vh.t()).float() / temperature, targets_C, kept_CK)
+    return kept_logprobs(_divided((hidden_Ch @ head_Vh.t()).float(), divisor), targets_C, kept_CK)
 
 
 def kept_logprobs(z_CV: Tensor, targets_C: Tensor, kept_CK: Tensor) -> Tensor:
@@ -237,24 +237,31 @@ def _chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[sl
         yield slice(start, min(num_rows, start + each))
 
 
-def _in_rows(temperature: Temperature, rows: slice) -> Temperature:
-    """What the logits of these rows are divided by: the one number, or float32 [C, 1]."""
-    return temperature[rows].unsqueeze(1) if isinstance(temperature, Tensor) else temperature
+def _in_rows(temperature: Temperature, rows: slice) -> Temperature | None:
+    """What the logits of these rows are divided by: the one number, or float32 [C, 1]; None: nothing, for a division
+    by 1 would take as long as all else."""
+    if isinstance(temperature, Tensor):
+        return temperature[rows].unsqueeze(1)
+    return None if temperature == 1.0 else temperature
 
 
-def _row_facts(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Tensor:
+def _divided(z_CV: Tensor, divisor: Temperature | None) -> Tensor:
+    return z_CV if divisor is None else z_CV / divisor
+
+
+def _row_facts(logits_CV: Tensor, own_C: Tensor, divisor: Temperature | None) -> Tensor:
     """float32 [C, 4] of this slice: maximum m, sum of exp(z - m), sum of (z - m) exp(z - m), target's logit (or 0). A
     slice without rows has m = -inf and sums of 0."""
     if logits_CV.shape[1]:
-        return _measured(logits_CV, own_C, temperature)
+        return _measured(logits_CV, own_C, divisor)
     empty = logits_CV.new_zeros(logits_CV.shape[0], 4, dtype=torch.float32)
     empty[:, 0] = float("-inf")
     return empty
 
 
 @fused
-def _measured(logits_CV: Tensor, own_C: Tensor, temperature: Temperature) -> Tensor:
-    z_CV = logits_CV.float() / temperature
+def _measured(logits_CV: Tensor, own_C: Tensor, divisor: Temperature | None) -> Tensor:
+    z_CV = _divided(logits_CV.float(), divisor)
     size = logits_CV.shape[1]
     target_C = z_CV.gather(1, own_C.clamp(0, size - 1).unsqueeze(1)).squeeze(1)
     target_C = torch.where((own_C >= 0) & (own_C < size), target_C, 0.0)
@@ -293,13 +300,13 @@ def _turn_to_gradient(
     log_z_C: Tensor,
     entropy_C: Tensor | None,
     grad_C2: Tensor,
-    temperature: Temperature,
+    divisor: Temperature | None,
 ) -> None:
     """In place of the logits: the gradient of what `grad_C2` weighs, log-probs (column 0) and entropies (column 1)."""
-    log_p_CV = (logits_CV.float() / temperature - log_z_C.unsqueeze(1)).clamp(min=LEAST)
+    log_p_CV = (_divided(logits_CV.float(), divisor) - log_z_C.unsqueeze(1)).clamp(min=LEAST)
     factor_CV = grad_C2[:, :1]
     if entropy_C is not None:
         factor_CV = factor_CV + grad_C2[:, 1:] * (log_p_CV + entropy_C.unsqueeze(1))
     columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     own_CV = torch.where(columns_V == own_C.unsqueeze(1), grad_C2[:, :1], 0.0)
-    logits_CV.copy_((own_CV - log_p_CV.exp() * factor_CV) / temperature)
+    logits_CV.copy_(_divided(own_CV - log_p_CV.exp() * factor_CV, divisor))

@@ -22,7 +22,6 @@ import torch
 from figures import Report, number, percent
 from flops import PEAK
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -35,7 +34,7 @@ PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|lin
 ATTENTION = re.compile(r"flash|fmha|sdpa|scaled_dot_product", re.IGNORECASE)
 CAST = re.compile(r"triton_\w+?_fused__to_copy(_t|_transpose)?_\d+$")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-PADDING = ("_PadRows", "_PickRows", "aten::cat", "CatBackward", "aten::index_select")
+PADDING = ("_PadRows", "_UnpadRows", "_PickRows", "aten::cat", "CatBackward", "aten::index_select")
 
 
 # -- the trace of a step -----------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ class Kernel:
         for mark, group in (("bench:optimizer", "optimizer"), ("bench:norm", "gradient norm"), ("bench:loss", "loss")):
             if mark in around:
                 return group
-        if "_ScoreRows" in around or "_KeptRows" in around:
+        if "_ScoreRows" in around:
             return "head: products" if PRODUCT.search(name) else "head: softmax and sums"
         if ATTENTION.search(name) or "scaled_dot_product" in around:
             return "attention"
@@ -224,61 +223,9 @@ def put(owner: Any, name: str, value: Any) -> None:
 # -- variants ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def fused_update(self: Any, lr: float, weight_decay: float) -> None:
-    """AdamW by torch's kernel for many tensors at once."""
-    self.num_updates += 1
-    beta1, beta2 = self._betas
-    for decays in (True, False):
-        rows = [
-            (p, p.grad, *self.moments[name])
-            for name, p in self._parameters
-            if p.grad is not None and (p.ndim > 1) == decays
-        ]
-        if not rows:
-            continue
-        parts = [list(column) for column in zip(*rows, strict=True)]
-        step = torch.full((), float(self.num_updates), device=rows[0][0].device)
-        torch._fused_adamw_(
-            *parts, [], [step] * len(rows), lr=lr, beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay if decays else 0.0, eps=self._eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-
-class _KeptRows(Function):
-    """As `_ScoreRows`, of all rows at once: logits stay until the backward pass, which turns them into their gradient
-    in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_Mh: Tensor, head_Vh: Tensor, targets_M: Tensor, _: Any, temperature: float, wants: bool
-    ) -> Tensor:
-        logits_MV = hidden_Mh @ head_Vh.t()
-        rows = list(vocab_scores._chunks(*logits_MV.shape, logits_MV.device))
-        facts = [vocab_scores._row_facts(logits_MV[each], targets_M[each], temperature) for each in rows]
-        log_z_M, scores_M2 = vocab_scores._join(torch.cat(facts).unsqueeze(0))
-        if torch.is_grad_enabled() or any(ctx.needs_input_grad):
-            ctx.save_for_backward(hidden_Mh, head_Vh, targets_M, log_z_M)
-            ctx.logits, ctx.temperature = logits_MV, temperature
-        return scores_M2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden_Mh, head_Vh, targets_M, log_z_M = ctx.saved_tensors
-        logits_MV, ctx.logits = ctx.logits, None
-        for each in vocab_scores._chunks(*logits_MV.shape, logits_MV.device):
-            _turned(logits_MV[each], targets_M[each], log_z_M[each], grads[0][each], ctx.temperature)
-        return logits_MV @ head_Vh, logits_MV.t() @ hidden_Mh, None, None, None, None
-
-
-@vocab_scores.fused
-def _turned(logits_CV: Tensor, own_C: Tensor, log_z_C: Tensor, grad_C2: Tensor, temperature: float) -> None:
-    gradient = cast(Any, vocab_scores._logit_gradient).__wrapped__
-    logits_CV.copy_(gradient(logits_CV, own_C, log_z_C, None, grad_C2, temperature))
-
-
-PADDED = model.SelfAttention.attended
 BOUNDS: dict[int, tuple[Layout, Tensor, int]] = {}
+BY_CUDNN = ["cudnn"]
+"""Empty: by flash attention."""
 
 
 def bounds_of(layout: Layout) -> tuple[Tensor, int]:
@@ -292,66 +239,54 @@ def bounds_of(layout: Layout) -> tuple[Tensor, int]:
     return BOUNDS[id(layout)][1:]
 
 
-def varlen_attended(self: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rows_N: Tensor | None) -> Tensor:
-    """Flash attention over packed sequences, without rectangles; where prompts are shared, as it was."""
-    if not q.is_cuda or any(block.mask_nLL is not None for block in layout.blocks):
-        return PADDED(self, q, k, v, layout, rows_N)
+@vocab_scores.fused
+def _packed_before(x_Th: Tensor, layer: Any, rope: tuple[Tensor, Tensor], _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values of packed tokens."""
+    return layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+
+
+def packed_attended(self: Any, heads: tuple[Tensor, ...], layout: Layout, rows_N: Tensor | None) -> Tensor:
+    """Attention over packed sequences, without rectangles; no prompts are shared here."""
+    if not heads[0].is_cuda:
+        heads = tuple(x.index_select(0, layout.index_S) for x in heads)
+        return PADDED(self, heads, layout, rows_N)
     bounds, longest = bounds_of(layout)
-    flash = torch.ops.aten._flash_attention_forward
-    out_THD = flash(q, k.contiguous(), v, bounds, bounds, longest, longest, 0.0, True, False)[0]
-    out = out_THD.flatten(1)
+    if BY_CUDNN:
+        cudnn = torch.ops.aten._cudnn_attention_forward
+        found = cudnn(*heads, None, bounds, bounds, longest, longest, True, 0.0, True, False)
+    else:
+        flash = torch.ops.aten._flash_attention_forward
+        found = flash(*heads, bounds, bounds, longest, longest, 0.0, True, False)
+    out = found[0].flatten(1)
     return out if rows_N is None else model.pick_rows(out, rows_N)
 
 
 @vocab_scores.fused
-def _joint_before(x_Th: Tensor, layer: Any, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values by one product."""
-    own, x = layer.self_attn, layer.input_layernorm(x_Th)
-    weights = [own.q_proj.weight, own.k_proj.weight, own.v_proj.weight]
-    both = functional.linear(x, torch.cat(weights).to(x.dtype))
-    q, k, v = (
-        part.unflatten(-1, (-1, own.head_dim)) for part in both.split([weight.shape[0] for weight in weights], dim=-1)
-    )
-    return model.rotate(own.q_norm(q), rope), model.rotate(own.k_norm(k), rope), v
+def _after_apart(x: Tensor, layer: Any, attended: Tensor) -> Tensor:
+    """Residuals are added by the kernel of the norm, not by the product's: that would copy them first."""
+    x = (x.float() + layer.self_attn.o_proj(attended).float()).to(x.dtype)
+    return (x.float() + layer.mlp(layer.post_attention_layernorm(x)).float()).to(x.dtype)
 
 
-@vocab_scores.fused
-def _joint_after(x: Tensor, layer: Any, attended: Tensor) -> Tensor:
-    """Gate and up by one product."""
-    x = x + layer.self_attn.o_proj(attended)
-    inner, mlp = layer.post_attention_layernorm(x), layer.mlp
-    both = functional.linear(inner, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(x.dtype))
-    gate, up = both.chunk(2, dim=-1)
-    return x + mlp.down_proj(functional.silu(gate) * up)
-
-
+PADDED = model.SelfAttention.attended
 Patches = list[tuple[Any, str, Any]]
-FUSED_ADAMW: Patches = [(parallel.AdamW, "update", fused_update)]
-KEPT: Patches = [(vocab_scores, "_ScoreRows", _KeptRows)]
-VARLEN: Patches = [(model.SelfAttention, "attended", varlen_attended)]
-JOINT: Patches = [(model, "_before_attention", _joint_before), (model, "_after_attention", _joint_after)]
-
-
-def chunks(logits: int) -> Patches:
-    return [(vocab_scores.CHUNK_LOGITS, "cuda", logits)]
-
-
+NOT_KEPT: Patches = [(vocab_scores, "KEPT_LOGITS", 0)]
+APART: Patches = [(model, "_after_attention", _after_apart)]
+PACKED: Patches = [(model, "_before_attention", _packed_before), (model.SelfAttention, "attended", packed_attended)]
 VARIANTS: dict[str, Patches] = {
-    "fused AdamW": FUSED_ADAMW,
-    "attention without padding": VARLEN,
-    "logits kept": KEPT,
-    "logits in chunks of 2 GiB": chunks(1 << 30),
-    "logits kept, AdamW, no padding": [*FUSED_ADAMW, *VARLEN, *KEPT],
-    "q, k, v and gate, up in one product": JOINT,
-    "all of these": [*FUSED_ADAMW, *VARLEN, *KEPT, *JOINT],
+    "logits not kept": NOT_KEPT,
+    "residuals apart from products": APART,
 }
-WIDE = "all of these, packs twice as large"
+WIDE = "packs twice as large"
 OF_A_SHAPE: Patches = [
-    (model, name, torch.compile(cast(Any, each).__wrapped__, dynamic=False))
-    for name, each in (("_before_attention", _joint_before), ("_after_attention", _joint_after))
+    (model, name, torch.compile(cast(Any, getattr(model, name)).__wrapped__, dynamic=False))
+    for name in ("_before_attention", "_after_attention")
 ]
-LAST = {WIDE: VARIANTS["all of these"],
-        "all of these, compiled for one shape": [*FUSED_ADAMW, *VARLEN, *KEPT, *OF_A_SHAPE]}  # fmt: skip
+LAST: dict[str, Patches] = {
+    WIDE: [],
+    "compiled for one shape": OF_A_SHAPE,
+    "attention of packed rows by cuDNN": PACKED,
+}
 
 
 @dataclass(frozen=True)
@@ -409,7 +344,7 @@ def run(work: Work, log: Path, small: Callable[[], None], last: Callable[[], Non
     tell_shares(work.report, kernels)
     work.report.say(top)
     for name, patches in {**VARIANTS, **(LAST if torch.cuda.is_available() else {})}.items():
-        if patches is JOINT and not work.is_over():  # from here on layers are compiled anew
+        if patches is APART and not work.is_over():  # from here on layers are compiled anew
             work.report.say("")
             small()
             work.report.say(top)

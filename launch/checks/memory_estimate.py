@@ -88,10 +88,13 @@ def stages_of(model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str
 # chosen so that it matches four measurements of docs/benchmarks.md (`train`), see tests/plan/test_memory_estimate.py.
 #
 # Scoring (`backends/vocab_scores.py`) makes logits in chunks: CHUNK numbers at 2 bytes, once more in float32 and their
-# gradient, together 8 bytes each in bfloat16 and 12 in float32; and the gradient of the head in float32.
+# gradient, together 8 bytes each in bfloat16 and 12 in float32; and the gradient of the head in float32. The torch
+# trainer keeps up to KEPT_LOGITS where it has the GPU for itself and recomputes nothing; they become their gradient.
 
 CHUNK_LOGITS = 1 << 28
 """On a GPU, as in `backends/vocab_scores.py`, which imports torch; a test compares them."""
+KEPT_LOGITS = 5 << 29
+"""The most that the torch trainer keeps from the forward to the backward pass, as there."""
 LOGIT_BYTES = {2: 8, 4: 12}
 """Bytes a logit of the chunk, by the bytes of the compute type."""
 
@@ -130,10 +133,13 @@ def pass_parts(
     if is_last:
         width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
         chunk = min(CHUNK_LOGITS, tokens * width)
+        keeps = kind == "torch" and config.memory.share == "none" and tokens * width <= KEPT_LOGITS
+        kept = tokens * width * item if keeps and not config.trainer.activation_checkpointing else 0
         head = 0 if config.lora.rank else width * model.hidden_size
         how = f"{count_text(chunk)} logits at a time x {logit} B"
+        how = f"{count_text(tokens * width)} logits x {item} B, kept for the backward pass" if kept else how
         how += f" + gradient of the head 4 B x {count_text(head)}" if head else ""
-        parts.append(Part("logits", logit * chunk + 4 * head, how))
+        parts.append(Part("logits", (kept or logit * chunk) + 4 * head, how))
     return parts
 
 

@@ -23,6 +23,7 @@ from myxa.launch.checks.check import CheckedRun, model_of
 from myxa.launch.checks.files import fit
 from myxa.launch.checks.memory_estimate import (
     CHUNK_LOGITS,
+    KEPT_LOGITS,
     DeviceLoad,
     layer_numbers,
     memory,
@@ -125,6 +126,7 @@ def test_a_reference_model_that_is_served_elsewhere_takes_no_room(kind: str) -> 
 
 def test_the_chunk_of_logits_is_the_trainers() -> None:
     assert vocab_scores.CHUNK_LOGITS["cuda"] == CHUNK_LOGITS
+    assert vocab_scores.KEPT_LOGITS == KEPT_LOGITS
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"pp": 3}])

@@ -136,7 +136,8 @@ class TorchBackend(RankBackend[RankSettings]):
             scorer = ScoreModel(model_config, dtype=dtype, recomputes=recomputes)
             load_value_model(scorer, folder, critic_layers(model_config))
             return scorer
-        module = CausalLM(model_config, dtype=dtype, recomputes=recomputes)
+        has_room = is_trained and not recomputes and self._offload is None  # of a GPU of its own
+        module = CausalLM(model_config, dtype=dtype, recomputes=recomputes, keeps_logits=has_room)
         load_weights(module, folder, model_config)
         if self._config.lora.rank and is_trained:  # masters are for what is trained
             module.to(dtype)

@@ -69,6 +69,8 @@ class Layout:
     blocks: tuple[AttentionBlock, ...]
     index_S: Tensor
     """int64 [S]: packed token in each slot of the blocks, which follow one another; padding slots hold token 0."""
+    is_token_S: Tensor
+    """bool [S]: False: padding."""
     slots_T: Tensor
     """int64 [T]: the one slot of each token."""
     rows_N: Tensor
@@ -209,6 +211,8 @@ class _Packer:
             offset += len(index)
             blocks.append(block)
             indexes.append(index)
+        is_token_S = np.zeros(offset, dtype=np.bool_)
+        is_token_S[slots_T] = True
         rows_N, row_of_M = np.unique(np.concatenate(self._rows), return_inverse=True)
         counts = [len(columns) for columns in self._columns]
         left = [self._samples[i].kept_rows for i in self._members]
@@ -219,6 +223,7 @@ class _Packer:
             positions_T=_to_device(np.concatenate(self._positions), device),
             blocks=tuple(blocks),
             index_S=_to_device(np.concatenate(indexes), device),
+            is_token_S=from_array(is_token_S).to(device),
             slots_T=_to_device(slots_T, device),
             rows_N=_to_device(rows_N, device),
             row_of_M=_to_device(row_of_M, device),

@@ -84,8 +84,22 @@ class _PadRows(Function):
         return grads[0].index_select(0, slots_T), None, None
 
 
-def pad_rows(x: Tensor, layout: Layout) -> Tensor:
-    return cast(Tensor, cast(Any, _PadRows).apply(x, layout.index_S, layout.slots_T))
+class _UnpadRows(Function):
+    """Slots [S, ...] -> packed [T, ...]. The gradient of padding slots is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.slots_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _slotted(grads[0], ctx.layout.index_S, ctx.layout.is_token_S), None
+
+
+@fused
+def _slotted(x_Th: Tensor, index_S: Tensor, is_token_S: Tensor) -> Tensor:
+    return torch.where(is_token_S.unsqueeze(1), x_Th.index_select(0, index_S), 0.0)
 
 
 class _PickRows(Function):
@@ -131,20 +145,21 @@ class SelfAttention(nn.Module):
         v_TKD = self.v_proj(x_Th).unflatten(-1, (-1, self.head_dim))
         return rotate(self.q_norm(q_THD), rope), rotate(self.k_norm(k_TKD), rope), v_TKD
 
-    def attended(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: Layout, rows_N: Tensor | None) -> Tensor:
-        """[T, heads * head_dim], or [N, ...] for the rows asked for."""
-        padded = [pad_rows(x, layout) for x in (q_THD, k_TKD, v_TKD)]
+    def attended(self, slotted: tuple[Tensor, ...], layout: Layout, rows_N: Tensor | None) -> Tensor:
+        """[T, heads * head_dim], or [N, ...] for the rows asked for. Of queries, keys and values in slots."""
         outputs: list[Tensor] = []
         start = 0
         for block in layout.blocks:
             end = start + block.num_rows * block.row_len
             shape = (block.num_rows, block.row_len, -1, self.head_dim)
-            q, k, v = (x[start:end].view(shape).transpose(1, 2) for x in padded)
+            q, k, v = (x[start:end].view(shape).transpose(1, 2) for x in slotted)
             out_nHLD = self._attend(q, k, v, block.mask_nLL)
             outputs.append(out_nHLD.transpose(1, 2).flatten(2).flatten(0, 1))
             start = end
-        slots = layout.slots_T if rows_N is None else layout.slots_T[rows_N]
-        return pick_rows(torch.cat(outputs), slots)
+        out_SI = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if rows_N is None:
+            return cast(Tensor, cast(Any, _UnpadRows).apply(out_SI, layout))
+        return pick_rows(out_SI, layout.slots_T[rows_N])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_nLL: Tensor | None) -> Tensor:
         """Attention inside one block: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
@@ -198,13 +213,18 @@ class DecoderLayer(nn.Module):
         return self._compute(x_Th, rope, layout, rows_N)
 
     def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
-        attended = self.self_attn.attended(*_before_attention(x, self, rope), layout, rows_N)
+        slotted = _before_attention(x, self, rope, layout.index_S, layout.slots_T)
+        attended = self.self_attn.attended(slotted, layout, rows_N)
         return _after_attention(x if rows_N is None else pick_rows(x, rows_N), self, attended)
 
 
 @fused
-def _before_attention(x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+def _before_attention(
+    x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor], index_S: Tensor, slots_T: Tensor
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values in slots."""
+    heads = layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+    return tuple(cast(Tensor, cast(Any, _PadRows).apply(x, index_S, slots_T)) for x in heads)
 
 
 @fused
@@ -303,20 +323,31 @@ class PackedModel(PolicyModel):
 class CausalLM(PackedModel):
     """The language model. `forward` gives log-probs and entropies of a layout's loss tokens."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        recomputes: bool = False,
+        keeps_logits: bool = False,
+    ) -> None:
+        """`keeps_logits`: there is memory for what a GPU need not compute twice; see `score_rows`."""
         super().__init__(config, dtype=dtype, recomputes=recomputes)
+        self._keeps_logits = keeps_logits
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
         """Log-probs and entropies of the loss tokens, float32 [M] each, at the temperature they were drawn at."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        hidden_Mh = self.hidden_Mh(layout)
         return score_tokens(
-            self.hidden_Mh(layout),
+            hidden_Mh,
             head.to(self.dtype),
             layout.targets_M,
             layout.temperature,
             kept_MK=layout.kept_MK,
             needs_entropy_grad=needs_entropy_grad,
+            keeps_logits=self._keeps_logits and hidden_Mh.is_cuda,
         )
 
 
