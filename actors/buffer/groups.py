@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 import numpy as np
@@ -43,41 +44,38 @@ _REWINDS = "rewinds"
 _STAGES = {State.DISPATCHED: LineStage.UNDER_WAY, State.REQUEUED: LineStage.WAITING, State.READY: LineStage.READY}
 
 
+@dataclass(eq=False)
 class Groups:
     """Who works on which, what becomes of each. Raises LedgerError, DataError, UserCodeError."""
 
-    def __init__(
-        self,
-        source: PromptData,
-        knobs: BufferKnobs,
-        filters: GroupFilters,
-        limits: BufferLimits,
-        *,
-        finished: FinishedGroups,
-        tell: Tell,
-        log: logging.Logger,
-        started_s: float,
-    ) -> None:
-        """`finished` gets what is known of finished groups, `tell` the events of groups and prompts."""
-        self.knobs = knobs
-        self.ledger = ledger = knobs.ledger
-        self.admission = knobs.admission
+    source: PromptData
+    knobs: BufferKnobs
+    filters: GroupFilters
+    limits: BufferLimits
+    _: KW_ONLY
+    finished: FinishedGroups
+    """Gets what is known of finished groups."""
+    tell: Tell
+    """Gets the events of groups and prompts."""
+    log: logging.Logger
+    started_s: float
+
+    def __post_init__(self) -> None:
+        self.ledger = ledger = self.knobs.ledger
+        self.admission = self.knobs.admission
         self.versions = EngineVersions(msgspec.json.decode(ledger.recall(_REWINDS) or "[]", type=tuple[Rewind, ...]))
-        sources = Sources(source)
-        quarantine = Quarantine(sources, ledger, limits.quarantine_after, tell)
-        self.cursor = PromptCursor(sources, ledger, quarantine, tell)
-        self.cursor.use(knobs.values.mix, knobs.values.difficulty)
-        self.poison = PoisonTracker(ledger, limits.max_deaths, tell)
+        sources = Sources(self.source)
+        quarantine = Quarantine(sources, ledger, self.limits.quarantine_after, self.tell)
+        self.cursor = PromptCursor(sources, ledger, quarantine, self.tell)
+        self.cursor.use(self.knobs.values.mix, self.knobs.values.difficulty)
+        self.poison = PoisonTracker(ledger, self.limits.max_deaths, self.tell)
         self.shares = FairShare()
-        self.starvation = StarvationCheck(self.admission.batch_size, tell)
-        self.finished = finished
+        self.starvation = StarvationCheck(self.admission.batch_size, self.tell)
         self.is_finished = False
         """No batch will ever come again."""
-        self._filters = filters
         self._masked: Counter[str] = Counter()
         """Reason -> members, of groups that were kept since the buffer started, from which nothing is learnt."""
-        self._log = log
-        self._reattach_until_s = started_s + TIMEOUTS.buffer.reattach_s
+        self._reattach_until_s = self.started_s + TIMEOUTS.buffer.reattach_s
         self._restore_line()
 
     def _restore_line(self) -> None:
@@ -217,11 +215,11 @@ class Groups:
         self.poison.finished((rollout, row.epoch), group_id)
         kept, payload, note, masked = group, b"", "", dict[str, int]()
         detail = wrong_in_group(group, self.cursor.sources.prompt(row), row.num_samples) or ""
-        reason = INVALID if detail else self._filters.by_name[self.knobs.values.group_filter](group)
+        reason = INVALID if detail else self.filters.by_name[self.knobs.values.group_filter](group)
         if detail:
-            self._log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
+            self.log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         if reason is None:
-            kept, masked = mask_members(group, self._filters.of_samples)
+            kept, masked = mask_members(group, self.filters.of_samples)
             note = ", ".join(f"{why} {count}" for why, count in masked.items())
             reason = ALL_MASKED if masked and is_all_masked(kept) else None
         if reason is None:
@@ -284,7 +282,7 @@ class Groups:
                 self.poison.has_tokens(group_id, num_tokens_of(partial))
             return is_saved
         if wrong is not None:
-            self._log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
+            self.log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
             partial = ()
         self.poison.has_tokens(group_id, num_tokens_of(partial))
         if returned.has_died:
