@@ -89,12 +89,9 @@ def child_env(
     if actor.rank is not None:
         if meeting is None:
             raise ValueError(f"{actor.name} is a rank of {actor.rank.gang} and has no meeting place")
+        facts = msgspec.structs.asdict(actor.rank)
+        env |= {name.upper(): str(fact) for name, fact in facts.items() if name != "gang"}
         env |= {
-            "RANK": str(actor.rank.rank),
-            "LOCAL_RANK": str(actor.rank.local_rank),
-            "WORLD_SIZE": str(actor.rank.world_size),
-            "LOCAL_WORLD_SIZE": str(actor.rank.local_world_size),
-            "GROUP_RANK": str(actor.rank.group_rank),
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
             "TORCHELASTIC_RUN_ID": run_id,

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import TornCheckpoint, TrainError, raised_as
-from ...core.files import FileEntry, describe_file, locked_folder, sync_folder, write_durably
+from ...core.files import FileEntry, describe_file, locked_folder, read_regular, sync_folder, write_durably
 from ..ledger.file import LEDGER
 from ..models.model_config import ModelConfig
 
@@ -63,9 +63,7 @@ def read_run_part(folder: Path) -> RunPart:
     """What the folder's run.json says. Raises TrainError if there is none, or it cannot be read."""
     path = folder / RUN_FILE
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise TrainError(f"{path} is larger than any honest one", remedy=_REMEDY)
-        part = msgspec.json.decode(path.read_bytes(), type=RunPart)
+        part = msgspec.json.decode(read_regular(path, MAX_BYTES), type=RunPart)
     except FileNotFoundError as error:
         raise TrainError(f"{folder} has no {RUN_FILE}: the run ended while it was written", remedy=_REMEDY) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -106,7 +104,6 @@ def is_kept(folder: Path) -> bool:
 
 
 FORMAT = 1
-MAX_MANIFEST_BYTES = 64 << 20
 READERS = 8
 """Threads that compute digests at the same time."""
 PLACE_S = 60.0
@@ -214,9 +211,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest; sizes of its files fit. Raises TornCheckpoint, and TrainError for one of another format."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise _torn(folder, f"{MANIFEST} is larger than any honest one")
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(read_regular(path, MAX_BYTES), type=Manifest)
     except FileNotFoundError as error:
         raise _torn(folder, f"{MANIFEST} is missing: it was never completed") from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
