@@ -24,7 +24,7 @@ from myxa.transport.session.frames import (
     chunk_header,
     encode,
 )
-from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
+from myxa.transport.session.session import PROTOCOL, Hello, write_hello
 from myxa.transport.wire import Endpoints
 
 HEADER = struct.Struct("<2sBBHHIQIIIIII4x")

@@ -19,7 +19,7 @@ from myxa.transport.node import JobKey, KeyPair, Node
 from myxa.transport.registry.directory import NodeRecord, keys_of
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
 from myxa.transport.session.guard import MAX_CANDIDATES, PROVISIONAL, KeyRights, PeerGuard
-from myxa.transport.session.handshake import PROTOCOL, Hello, write_hello
+from myxa.transport.session.session import PROTOCOL, Hello, write_hello
 from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
 

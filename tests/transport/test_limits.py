@@ -25,7 +25,7 @@ from myxa.transport.session.frames import (
     Malformed,
     encode,
 )
-from myxa.transport.session.handshake import MAX_HELLO_BYTES, Hello, read_hello, write_hello
+from myxa.transport.session.session import MAX_HELLO_BYTES, Hello, read_hello, write_hello
 from myxa.transport.wire import Endpoints, Lane
 from myxa.transport.zeromq import max_message
 

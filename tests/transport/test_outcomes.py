@@ -20,7 +20,7 @@ from myxa.core.errors import (
     PeerDied,
 )
 from myxa.core.ids import PeerKey
-from myxa.transport.session import handshake, session
+from myxa.transport.session import session
 from myxa.transport.wire import Lane
 
 MOMENTS = ("queued", "on the way", "arrived", "running", "answered")
@@ -228,12 +228,13 @@ def test_another_version_is_found_out_when_the_two_meet(monkeypatch):
     clock = ManualClock()
     net = Net(clock)
     one = Party(net, PeerKey(2, 1))
+    protocol = session.PROTOCOL
     monkeypatch.setattr(session, "PROTOCOL", "0ther")  # of the second process only: the first has greeted before it
     two = Party(net, PeerKey(3, 1))
     scene = Scene.__new__(Scene)
     scene.clock, scene.net, scene.one, scene.two, scene.sink = clock, net, one, two, Sink()
     greeting = two.session.greeting(one.key, Lane.CONTROL)
-    monkeypatch.setattr(session, "PROTOCOL", handshake.PROTOCOL)
+    monkeypatch.setattr(session, "PROTOCOL", protocol)
     one.held = []
     scene.submit()
     one.accepted.add(b"their way")

@@ -17,7 +17,7 @@ from myxa.core.errors import LaunchError
 from myxa.transport import address
 from myxa.transport.node import JobKey, Node
 from myxa.transport.session.frames import Envelope, Kind, batch, encode
-from myxa.transport.session.handshake import PROTOCOL
+from myxa.transport.session.session import PROTOCOL
 from myxa.transport.wire import Endpoints
 
 pytestmark = [pytest.mark.timeout(60)]
