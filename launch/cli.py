@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MyxaError as error:
         return _tell(error, is_json=is_json)
     except KeyboardInterrupt:
+        if argv is None:
+            _end_at_once()
         return INTERRUPTED
     except BrokenPipeError:
         _end_quietly()
@@ -126,6 +128,13 @@ def _of_a_file(error: OSError) -> ConfigError:
     if error.filename is not None and error.strerror:
         return ConfigError(f"{error.filename}: {error.strerror}", remedy="check the path, its rights and its disk")
     raise error
+
+
+def _end_at_once() -> NoReturn:
+    """Python would wait for threads of a library that download."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(INTERRUPTED)
 
 
 def _end_quietly() -> NoReturn:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..actors.contracts import CoordinatorContract, RolloutContract
+from ..actors.hub import cached
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.daemon_thread import in_daemon_thread
@@ -210,7 +211,7 @@ async def rollout_in(run_dir: str | Path, *, timeout_s: float = 60.0) -> AsyncGe
     node = await attach_to(place, timeout_s)
     try:
         await _check_run(node, place, timeout_s)
-        config = load_config(place.config)
+        config = cached(load_config(place.config))
         if takes_turns(config):
             raise LaunchError(
                 f"the run in {place.path} gives its devices to its trainer and its own engines in turns",

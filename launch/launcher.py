@@ -23,6 +23,7 @@ import uvloop
 from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
+from ..actors.hub import fetched
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.errors import CallError, LaunchError
@@ -93,6 +94,8 @@ _log = logging.getLogger("myxa.launcher")
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
     """This node's part of a run to its end; `config` of node 0. Raises ConfigError, LaunchError at the start."""
     raise_limit()
+    if config is not None:
+        config = fetched(config, say=(lambda _: None) if options.is_quiet else print)
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow(options) if config is None else _lead(config, options))
 

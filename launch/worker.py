@@ -22,6 +22,7 @@ from typing import NoReturn, cast
 
 import uvloop
 
+from ..actors.hub import cached
 from ..actors.user_code.functions import Expected, named_code
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
@@ -49,7 +50,7 @@ _log = logging.getLogger("myxa.worker")
 
 async def serve(spec: ProcessSpec) -> None:
     """Run the actor until it is asked to end. Raises what failed it."""
-    config = load_config(spec.config_path)
+    config = cached(load_config(spec.config_path))
     build = cast("BuildActor", named_code(spec.program, PROGRAM))
     actor = build(spec.actor, config, Path(spec.run_dir))
     # Before this line the signals end the process at once, so that an import of torch delays no end.

@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_xdist_worker():
         os.environ[MARK] = uuid.uuid4().hex  # inherited by every process that a test starts
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub
     # Run-time folders of this process only; pytest's own folders stay where they are looked for after a failure.
     folder = tempfile.mkdtemp(prefix="t-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"])
     os.environ["TMPDIR"] = tempfile.tempdir = folder

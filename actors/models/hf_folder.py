@@ -7,7 +7,6 @@ value head. Every complaint is a ModelError that names the file.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -26,8 +25,6 @@ from .safetensors_file import FP8, SCALE_SUFFIX, Dequantised, open_safetensors, 
 if TYPE_CHECKING:
     from ...core.config import CriticConfig  # a tenth of a second and pydantic, which workers of users' code do without
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""owner/name."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
@@ -74,24 +71,10 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def _hub_name(root: Path) -> str:
-    """owner/name, if a path that is not there looks like one: its folder is not there either, but the one above that
-    is, for a run file's paths are relative to the file's folder."""
-    name = "/".join(root.parts[-2:])
-    base = root.absolute().parent.parent
-    is_one = HUB_NAME.fullmatch(name) is not None and not root.parent.exists()
-    return name if is_one and base.is_dir() and base != base.parent else ""
-
-
 def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
     """`config.json`; of a foreign model the shapes of its weights too. Raises ModelError naming the file, ConfigError
     if the model is to have an MTP layer and has none."""
     root = Path(folder)
-    if not root.is_dir() and (name := _hub_name(root)):
-        raise ModelError(
-            f"there is no folder {root}; {name} looks like a name on the HuggingFace hub, and a run downloads nothing",
-            remedy=f"`hf download {name} --local-dir {root.name}`, then give the path {root.name}",
-        )
     if not root.is_dir():
         raise ModelError(
             f"model folder {root} does not exist",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from ..suggestion import suggest
+from .hub import HUB, SLICE, HubName
 from .section import (
     CodeName,
     Conflict,
@@ -72,6 +73,8 @@ def parse_source(text: str) -> Source:
     """Split a name from its slice. Raises ValueError saying what is wrong with it."""
     if not text:
         raise ValueError("must not be empty")
+    if text.startswith(HUB):
+        HubName.of("dataset", SLICE.sub("", text))
     match = SLICED.fullmatch(text)
     if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):
         raise ValueError(FORM)
@@ -140,7 +143,7 @@ class RowSource(RowColumns, frozen=True):
     """A table with its own files, whose rows are read like `[data]` says but for what it says itself."""
 
     path: Annotated[SourceText, Field(min_length=1)]
-    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99."""
+    """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99. Or of the hub, as `data.train`."""
     preset: Literal["", "slime", "verl", "chat", "plain", "pairs", "recorded"] = ""
     """How rows are laid out; empty = as in `[data]`."""
 
@@ -184,7 +187,8 @@ class DataSettings(RowColumns, frozen=True):
 
     train: SourceText = ""
     """JSONL or parquet file, or a list of them; `file@[10:100]` takes rows 10 to 99.
-    Folders, patterns, further formats, `environment:NAME`: rewards-and-data.md. Left out where there are `sources`."""
+    Or a data set of the hub: `org/name:split`, `org/name@revision:config:split`. Folders, patterns, further formats,
+    `environment:NAME`: rewards-and-data.md. Left out where there are `sources`."""
     sources: dict[TableName, SourceSettings] = {}
     """Several sources instead of `train`, each a table `[data.sources.NAME]`: see there."""
     preset: Literal["slime", "verl", "chat", "plain", "pairs", "recorded"] = "slime"
@@ -570,7 +574,8 @@ class EvalSettings(Section, frozen=True):
     """Evaluation on held-out prompts, beside training. Read with the keys and preset of `[data]`."""
 
     data: SourceText = ""
-    """JSONL or parquet file(s) with held-out prompts; empty = no evaluation, or that on `sets`."""
+    """JSONL or parquet file(s) with held-out prompts, or a data set as in `data.train`; empty = no evaluation, or that
+    on `sets`."""
     sets: dict[TableName, EvalSetSettings] = {}
     """Several sets instead of `data`, each a table `[eval.sets.NAME]`: see there."""
     every: CountInt = 0

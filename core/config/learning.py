@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
+from .hub import ModelPath
 from .section import (
     CodeName,
     Conflict,
@@ -194,8 +195,8 @@ class AlgoConfig(Section, frozen=True):
     live) log-probs over its tokens exceeds this; 0 = off."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL term towards the reference model; 0 = none, and no such model, but of kind dpo."""
-    ref_path: PathText = ""
-    """HuggingFace folder of the reference model, of the same shape as the trained one; empty = the initial model,
+    ref_path: ModelPath = ""
+    """The reference model, named as `model.path` is, of the same shape as the trained one; empty = the initial model,
     `model.path`."""
     ref_update_every: CountInt = 0
     """Steps after which the policy of that moment becomes the reference model, again and again; 0 = never."""
@@ -530,9 +531,9 @@ class LoraConfig(Section, frozen=True):
     """Ends of the names of matrices that get one, such as "q_proj"; all-linear = every matrix of the layers."""
     dropout: UnitFloat = 0.0
     """lora_dropout: only 0 is possible."""
-    path: PathText = ""
-    """Adapter folder in PEFT's format to start from, of the same rank, alpha and matrices; empty = adapters that change
-    nothing yet."""
+    path: ModelPath = ""
+    """Adapter folder in PEFT's format, or its name on the hub, to start from, of the same rank, alpha and matrices;
+    empty = adapters that change nothing yet."""
     export: Literal["adapter", "merged"] = "adapter"
     """What an export is: an adapter folder for PEFT, or a whole model with the adapters merged into its weights."""
     rollout: Literal["merged", "adapter"] = "merged"
@@ -550,8 +551,8 @@ class CriticConfig(Section, frozen=True):
 
     enabled: bool = False
     """Whether advantages are taken against the values of a critic (docs/algorithms.md)."""
-    path: PathText = ""
-    """HuggingFace folder that its layers begin as, of the same shape as `model.path`; a value head in it
+    path: ModelPath = ""
+    """Model that its layers begin as, named as `model.path` is, of the same shape as that; a value head in it
     (`value_head.weight` or `score.weight`) is taken over, else the head begins at zero. Empty = `model.path`."""
     lr: NonNegativeFloat = 0.0
     """Its learning rate, constant after `optimizer.warmup_steps` of its updates; 0 = `optimizer.lr`."""

@@ -12,8 +12,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +24,7 @@ from pydantic_core import ErrorDetails
 from ..errors import ConfigError, MyxaError
 from ..suggestion import suggest
 from .data import ENVIRONMENT
+from .hub import KINDS, hub_text
 from .root import RunConfig
 from .section import (
     CONFLICTS,
@@ -180,7 +182,7 @@ class _Layers:
             return
         if text.startswith(HEADER):
             _from_earlier(table)
-        _resolve(table, file.absolute().parent)
+        _rename(table, partial(_resolved, folder=file.absolute().parent))
         agent = as_table(table.get("agent")) or {}
         if agent.get("command") and not agent.get("dir"):
             agent["dir"] = str(file.absolute().parent)
@@ -206,7 +208,7 @@ class _Layers:
             value = shown  # the shell took the quotes
         nested: Table = {}
         table_made_at(nested, path[:-1])[path[-1]] = value
-        _resolve(nested, Path.cwd())
+        _rename(nested, partial(_resolved, folder=Path.cwd()))
         if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
             _remove(self.table, path)
         _merge(self.table, nested)
@@ -405,33 +407,55 @@ def _merge(base: Table, layer: Mapping[str, Any]) -> None:
             base[key] = copy.deepcopy(value)
 
 
-def _resolve(table: Table, folder: Path, above: KeyPath = ()) -> None:
-    """Make relative paths in a file's table absolute."""
+Rename = Callable[[str, Meaning, KeyPath], str | tuple[str, ...]]
+"""From what a text of the run file names, and its key, to what it shall say; several in place of one of `sources`."""
+
+
+def with_named(config: RunConfig, rename: Rename) -> RunConfig:
+    """The configuration with other names in its texts that name something; itself if all stay."""
+    before, table = (config.model_dump(by_alias=True) for _ in range(2))
+    _rename(table, rename)
+    return config if before == table else RunConfig.model_validate(table, by_alias=True, by_name=False)
+
+
+def _rename(table: Table, rename: Rename, above: KeyPath = ()) -> None:
+    """Change what the texts of a file's table say that name something."""
     for key, value in table.items():
         path = (*above, key)
         below = as_table(value)
         if below is not None:
-            _resolve(below, folder, path)
+            _rename(below, rename, path)
         _, field, left = find(RunConfig, path)
         for mark in field.metadata if field is not None and not left else ():
             if isinstance(mark, Means):
-                table[key] = _resolve_value(value, mark.meaning, folder)
+                table[key] = _renamed(value, mark.meaning, path, rename)
 
 
-def _resolve_value(value: Any, meaning: Meaning, folder: Path) -> Any:
-    array, names = as_array(value), as_table(value)
+def _renamed(value: Any, meaning: Meaning, key: KeyPath, rename: Rename) -> Any:
+    names, is_tuple = as_table(value), isinstance(value, tuple)
+    array = list(value) if is_tuple else as_array(value)
     if array is not None and meaning in ("sources", "code"):
-        return [_resolve_value(one, meaning, folder) for one in array]
+        several: list[Any] = []
+        for one in array:
+            found = _renamed(one, meaning, key, rename)
+            several += found if isinstance(found, tuple) else [found]
+        return tuple(several) if is_tuple else several
     if names is not None and meaning == "code":
-        return {_resolve_value(name, meaning, folder): one for name, one in names.items()}
+        return {_renamed(name, meaning, key, rename): one for name, one in names.items()}
     if not isinstance(value, str) or not value or (meaning == "sources" and value.startswith(ENVIRONMENT)):
         return value
+    return rename(value, meaning, key)
+
+
+def _resolved(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> str:
+    """With relative paths made absolute."""
     if meaning == "code":
         file, colon, attr = value.rpartition(":")
         return f"{_absolute(file, folder)}:{attr}" if colon and file.endswith(".py") else value
     if meaning == "program" and "/" not in value:
         return value
-    return _absolute(value, folder)
+    kind = KINDS.get(meaning)
+    return (kind and hub_text(value, kind, folder)) or _absolute(value, folder)
 
 
 def _absolute(text: str, folder: Path) -> str:

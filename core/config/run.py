@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, field_validator
 from ..sampling import MAX_STOP_STRINGS, wrong_stop_string
 from ..suggestion import nearest
 from ..supervision import WhenHung
+from .hub import ModelPath
 from .section import (
     CodeName,
     Conflict,
@@ -76,8 +77,9 @@ class RunSettings(Section, frozen=True):
 class ModelSettings(Section, frozen=True):
     """The model that is trained."""
 
-    path: Annotated[PathText, Field(min_length=1)]
-    """HuggingFace folder: config.json, safetensors, tokenizer files."""
+    path: Annotated[ModelPath, Field(min_length=1)]
+    """HuggingFace folder (config.json, safetensors, tokenizer files), or a model of the hub: `org/name`,
+    `org/name@revision`."""
 
 
 class GuardSettings(Section, frozen=True):
@@ -620,8 +622,9 @@ class FrozenModelSettings(RolloutRole, frozen=True):
 
     kind: Literal["embedded", "sglang"] = "embedded"
     """Engine: embedded (CPU, in the process) or sglang (a server that the actor launches or attaches to)."""
-    path: Annotated[PathText, Field(min_length=1)]
-    """HuggingFace folder: config.json, safetensors, tokenizer files."""
+    path: Annotated[ModelPath, Field(min_length=1)]
+    """HuggingFace folder (config.json, safetensors, tokenizer files), or a model of the hub: `org/name`,
+    `org/name@revision`."""
     engine: EngineSettings = EngineSettings()
     """As `[engine]`."""
     sglang: Table = {}

@@ -114,14 +114,15 @@ def value_at(section: Section, path: str) -> tuple[Any, object]:
     return value, default
 
 
-Meaning = Literal["path", "sources", "code", "program"]
+Meaning = Literal["path", "model", "sources", "code", "program"]
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
     """What a string in the run file names, so that relative paths in it can be resolved.
 
-    path: a file or folder; sources: one or several `path@[start:stop]`; code: `module:attr` or `file.py:attr` or a
+    path: a file or folder; model: a folder, or a name of the hub; sources: one or several `path@[start:stop]`, or names
+    of the hub; code: `module:attr` or `file.py:attr` or a
     built-in name; program: an executable, a path only if it holds a slash.
     """
 

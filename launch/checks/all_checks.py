@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...actors.hub import cached
 from ...core.config import RunConfig
 from ...core.config.loading import Finding
 from ..actor_spec import ActorSpec
@@ -47,7 +48,7 @@ ABSENT_S = 7.0
 
 def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: tuple[Check, ...] = CHECKS) -> None:
     """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
-    run = CheckedRun(config, actors, wait_s=ABSENT_S)
+    run = CheckedRun(cached(config), actors, wait_s=ABSENT_S)
     found = run_checks(checks, run, "run file", "named files", "node")
     errors = [one.error for one in found if one.severity == "error"]
     if len(errors) == 1:

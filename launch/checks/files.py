@@ -25,6 +25,7 @@ from ...actors.data.layout import RowLayout
 from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
 from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_guesses, check_sizes, guesses_by, stale_guesses
+from ...actors.hub import lacks_weights
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
 from ...actors.models.hf_folder import (
@@ -114,6 +115,8 @@ rotation, scales of FP8, the embedding and head once more in an MTP layer."""
 
 def _weights(path: str, model: ModelConfig) -> Iterator[Finding]:
     """Also those that a run leaves alone, by layer."""
+    if lacks_weights(path):
+        return
     try:
         names = _check_weights(path, model)
     except MyxaError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ...actors.hub import HubDownload, cached, looked_up
 from ...core.config import inspect_config
 from ...core.config.loading import Finding, in_order
 from ...core.errors import ConfigError
@@ -47,6 +48,8 @@ class PlannedRun:
     staleness: dict[str, Any] | None = None
     memory: tuple[DeviceLoad, ...] = ()
     num_parameters: int | None = None
+    downloads: tuple[HubDownload, ...] = ()
+    """Of the hub."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -73,7 +76,13 @@ def make_plan(
         for text in placement_problems(config, num_nodes)
     ]
     actors = () if misplaced else place(config, num_nodes)
-    run = CheckedRun(config, actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
+    config, downloads, absent = looked_up(config)
+    run = CheckedRun(cached(config), actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
+    told = {one.key for one in absent} | {
+        one.key for one in downloads if one.num_bytes and not one.key.startswith(MODEL)
+    }
+    found = [*misplaced, *(one for one in _findings(run) if one.key not in told)]
+    found += [replace(one, severity="error" if is_here else "warning") for one in absent]
 
     def located(one: Finding) -> Finding:
         return replace(one, origin=inspected.origins.of(tuple(one.key.split(".")))) if one.key else one
@@ -81,12 +90,13 @@ def make_plan(
     return PlannedRun(
         tuple(files),
         config.run.name,
-        in_order((located(finding) for finding in (*misplaced, *_findings(run))), files),
+        in_order((located(finding) for finding in found), files),
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
         batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
         memory=tuple(load for one in (run, *run.of_models.values()) for load in one.once(memory)[0]),
         num_parameters=run.model.num_parameters if run.model is not None else None,
+        downloads=downloads,
     )
 
 
@@ -132,6 +142,7 @@ def plan_text(plan: PlannedRun) -> str:
     """The page; problems last, where the eye is."""
     sections = [
         ("placement", _placement(plan)),
+        ("hub", (_download(one) for one in plan.downloads)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
         ("batch", _figures(plan.batch)),
         ("staleness", _staleness(plan.staleness)),
@@ -157,6 +168,15 @@ def _short(actors: Sequence[str]) -> str:
         role, _, number = actor.rpartition("/") if "/" in actor else (actor, "", "")
         found.setdefault(role, []).extend([int(number)] if number else ())
     return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in found.items())
+
+
+MODEL = "model"
+"""Begins the keys of models whose folders are looked at without their weights."""
+
+
+def _download(one: HubDownload) -> str:
+    needs = f"{size_text(one.num_bytes)} to fetch into" if one.num_bytes else "in"
+    return f"{one.key}: {one.name}: {needs} {one.folder}, {size_text(one.free_bytes)} free"
 
 
 def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator[str]:

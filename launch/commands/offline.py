@@ -136,11 +136,12 @@ def _convert_sentence(done: dict[str, Any]) -> str:
 
 
 def _model_of_run(checkpoint: Path) -> Path:
+    from ...actors.hub import cached
     from ...core.config import load_config
 
     for place in (checkpoint, *checkpoint.absolute().parents[:2]):
         if (place / RUN_FILE).is_file():
-            return Path(load_config([place / RUN_FILE], []).model.path)
+            return Path(cached(load_config([place / RUN_FILE], [])).model.path)
     raise ConfigError(
         f"{checkpoint} does not lie in a run directory, so nothing says which model it is of",
         remedy="name the folder that the run started from with --model",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,8 +22,10 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ...actors.hub import fetched
 from ...core.clock import SystemClock
 from ...core.config import load_config
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import CallError, LaunchError, MyxaError
 from ...core.retry import until_answered
 from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
@@ -90,7 +93,9 @@ async def _take_part(
     try:
         path = runtime / "run.toml"
         path.write_text(told.config, encoding="utf-8")
-        config = load_config(path)
+        has_data = any(actor.role == "buffer" and actor.node == place.rank for actor in told.actors)
+        fetch = partial(fetched, load_config(path), has_data=has_data, say=_say)
+        config = await in_daemon_thread(fetch, "hub")
         check_own(config, told.actors, told.program, place.rank)
     except MyxaError as error:
         _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)

@@ -33,6 +33,7 @@ from ...actors.checkpoints.folder import (
     read_manifest,
     writing_run,
 )
+from ...actors.hub import fetched
 from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, is_in_use, lock_ledger, recorded
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError, raised_as
@@ -58,7 +59,7 @@ def fork_run(
     point = _choose(parent, version)
     named = [f"run.name={name}"] if name else []
     text, _ = config_of(parent)
-    config = load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'], text=text)
+    config = fetched(load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'], text=text))
     trainer = config.trainer.model_copy(update={"resume": str(point.checkpoint)})
     check(config.model_copy(update={"trainer": trainer}))
     run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)

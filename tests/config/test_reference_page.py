@@ -46,7 +46,13 @@ EXPLAINED_BY = {
 OTHER_MEANING = frozenset({("reward.functions.NAME", "fn")})
 """Shared keys that mean something else in the named table."""
 
-MEANING_TEXT = {"path": "path", "sources": "path, or array of paths", "code": "name", "program": "program"}
+MEANING_TEXT = {
+    "path": "path",
+    "model": "path or hub id",
+    "sources": "path or hub id, or array of them",
+    "code": "name",
+    "program": "program",
+}
 SIMPLE_TEXT: Mapping[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 BOUND_TEXT = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
 

@@ -77,7 +77,7 @@ python = "python3.12"
 
 
 def test_paths_in_flags_and_the_default_run_dir_are_relative_to_the_current_folder(folder: Path) -> None:
-    config = load_config(write(folder, MINIMAL), ["model.path=here/model", "trainer.resume=~/ckpt"])
+    config = load_config(write(folder, MINIMAL), ["model.path=./here/model", "trainer.resume=~/ckpt"])
     assert config.model.path == f"{folder}/elsewhere/here/model"
     assert config.run.dir == f"{folder}/elsewhere/runs"
     assert config.trainer.resume == str(Path("~/ckpt").expanduser())

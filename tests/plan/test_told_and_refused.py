@@ -1,4 +1,4 @@
-"""F6: a name of a hub where a folder should be, and a key of the run file where a knob should be."""
+"""F6: a key of the run file where a knob should be."""
 
 from __future__ import annotations
 
@@ -8,26 +8,11 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.models.hf_folder import read_config
 from myxa.core.config import RunConfig
-from myxa.core.errors import ConfigError, ModelError
+from myxa.core.errors import ConfigError
 from myxa.core.knobs import KnobSheet, KnobState, KnobTable, Tunable
 from myxa.launch.control.handlers import check_names
 from myxa.launch.run_dir import RunDir
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"])
-def test_f6_a_hub_name_is_told_with_the_command_that_downloads_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="looks like a name on the HuggingFace hub") as told:
-        read_config(tmp_path / name)  # as a run file says it: relative to its folder
-    assert f"`hf download {name} --local-dir {name.partition('/')[2]}`" in told.value.remedy
-    Path(name).parent.mkdir()
-    for path in (name, "/a/b", "a", "a/b/c", "no such/folder"):
-        with pytest.raises(ModelError, match="does not exist"):
-            read_config(path)
 
 
 def knob_of(name: str, key: str) -> KnobTable:

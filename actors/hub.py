@@ -1,0 +1,329 @@
+"""Models and data sets of the Hugging Face hub: from names in the run file to files in the hub's own cache.
+
+The launcher of each node calls `fetched`, which asks the hub, pins each name to a commit and the data sets to files.
+Every other process calls `cached`, which says where these lie and asks nothing. Cache, offline mode, resumed downloads
+and time limits are huggingface_hub's, and so are `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and the like.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+
+from ..core.config import RunConfig
+from ..core.config.hub import COMMIT, HUB, KINDS, SLICE, HubName
+from ..core.config.loading import Finding, with_named
+from ..core.config.section import KeyPath, Meaning
+from ..core.daemon_thread import begin_in_daemon_thread
+from ..core.errors import ConfigError, MyxaError
+from ..core.suggestion import suggest
+
+WEIGHTS = "*.safetensors"
+MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+OTHER_WEIGHTS = ("*/*", "consolidated*", "original*")
+"""The same weights in another layout."""
+CARD = "README.md"
+DATA = re.compile(r"\.(jsonl|ndjson|json|parquet|arrow)(\.gz|\.zst)?$")
+NO_DATA = re.compile(r"(^|/)(\.[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json)$")
+LOOK_BYTES: Final = 256 << 20
+"""What `myxa plan` fetches of a name at most, weights or rows; of more it says the size."""
+SHOWN = 12
+GIB = 1 << 30
+LOG_IN = "ask for access on its page, and log in: `hf auth login`, or HF_TOKEN"
+
+Split = tuple[str, str]
+"""Config and split."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubDownload:
+    """What a name of the hub still needs on this node."""
+
+    key: str
+    name: str
+    num_bytes: int
+    """0: all is in the cache."""
+    free_bytes: int
+    folder: str
+    """The cache."""
+
+
+def fetched(config: RunConfig, *, has_data: bool = True, say: Callable[[str], object] = lambda _: None) -> RunConfig:
+    """With the commit in every name of the hub, whose files are then in this node's cache. Raises ConfigError."""
+    fetch = _Fetch(has_data=has_data, say=say)
+    config = fetch.run(config)
+    if len(fetch.findings) == 1:
+        raise fetch.findings[0].error
+    if fetch.findings:
+        raise ConfigError("\n  ".join(("not all can be had of the hub:", *(str(one.error) for one in fetch.findings))))
+    return config
+
+
+def looked_up(config: RunConfig) -> tuple[RunConfig, tuple[HubDownload, ...], tuple[Finding, ...]]:
+    """The same without the large files; names that cannot be had stay as they are, with a finding each."""
+    fetch = _Fetch(max_bytes=LOOK_BYTES)
+    return fetch.run(config), tuple(fetch.downloads), tuple(fetch.findings)
+
+
+def cached(config: RunConfig) -> RunConfig:
+    """With paths in the cache in place of names that have their commit."""
+
+    def path_of(text: str, meaning: Meaning, key: KeyPath) -> str:
+        del key
+        kind = KINDS.get(meaning)
+        name = HubName.of(kind, SLICE.sub("", text)) if kind and text.startswith(HUB) else None
+        if name is None or not COMMIT.fullmatch(name.revision):
+            return text
+        folder = f"{_cache()}/{name.kind}s--{name.repo.replace('/', '--')}/snapshots/{name.revision}"
+        return f"{glob.escape(folder)}/{name.file}{''.join(SLICE.findall(text))}" if name.file else folder
+
+    return with_named(config, path_of)
+
+
+def lacks_weights(folder: str) -> bool:
+    """Whether a folder is one of the cache, of which `looked_up` left the weights out."""
+    path = Path(folder)
+    return path.parent.name == "snapshots" and path.is_dir() and not any(path.glob(WEIGHTS))
+
+
+def _cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return str(Path(HF_HUB_CACHE).expanduser().resolve())
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One look at the hub for all names of a run file."""
+
+    has_data: bool = True
+    max_bytes: int | None = None
+    say: Callable[[str], object] = lambda _: None
+    downloads: list[HubDownload] = field(default_factory=list[HubDownload])
+    """That were left out or are done."""
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+    def run(self, config: RunConfig) -> RunConfig:
+        """So that Ctrl-C waits for no answer."""
+        return begin_in_daemon_thread(lambda: with_named(config, self._pinned), "hub").result()
+
+    def _pinned(self, text: str, meaning: Meaning, path: KeyPath) -> str | tuple[str, ...]:
+        kind, key = KINDS.get(meaning), ".".join(path)
+        if kind is None or not text.startswith(HUB) or (kind == "dataset" and not self.has_data):
+            return text
+        part = "".join(SLICE.findall(text))
+        try:
+            name = HubName.of(kind, SLICE.sub("", text))
+            found = self._model(name, key) if kind == "model" else self._data_set(name, key)
+            if part and len(found) > 1:
+                several = ", ".join(one.file for one in found)
+                raise ConfigError(f"{key}: {text} is of several patterns: {several}", remedy=f"name one: {found[0]}")
+        except MyxaError as error:
+            self.findings.append(Finding(key, error))
+            return text
+        texts = tuple(f"{one}{part}" for one in found)
+        if texts != (text,):
+            self.say(f"{key}: {', '.join(texts)}")
+        return texts[0] if len(texts) == 1 else texts
+
+    def _model(self, name: HubName, key: str) -> tuple[HubName, ...]:
+        folder = _snapshot(name, key, MODEL_FILES)
+        name = replace(name, revision=folder.name)
+        files = self._get(name, key, (*MODEL_FILES, WEIGHTS))
+        if not any(one.endswith(WEIGHTS[1:]) for one in files or map(str, folder.iterdir())):
+            held = ", ".join(_listing(name, folder)[:SHOWN])
+            raise ConfigError(
+                f"{key}: {name} has no safetensors files: it holds {held or 'nothing'}",
+                remedy="name a repository or revision that has them; other formats can run code and are not read",
+            )
+        return (name,)
+
+    def _data_set(self, name: HubName, key: str) -> tuple[HubName, ...]:
+        folder = _snapshot(name, key, (CARD,))
+        name = replace(name, revision=folder.name)
+        patterns = (name.file,) if name.file else _chosen(name, key, folder)
+        try:
+            found = tuple(HubName.of("dataset", str(replace(name, parts=(), file=one))) for one in patterns)
+        except ValueError:
+            raise ConfigError(
+                f"{key}: the card of {name} names files outside of it: {', '.join(map(repr, patterns))}",
+                remedy="do not use this data set",
+            ) from None
+        if self._get(name, key, patterns) == ():
+            raise ConfigError(f"{key}: {name} has no file {', '.join(patterns)}", remedy="look at its files on the hub")
+        return found
+
+    def _get(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[str, ...] | None:
+        """Fetch all files that are like the patterns, if there is room and they are not too large. Their names; None:
+        the hub cannot be asked, and all that is known to be needed is there."""
+        from huggingface_hub.file_download import DryRunFileInfo
+
+        found = cast("list[DryRunFileInfo] | None", _ask(name, key, patterns, dry_run=True))
+        missing = sum(one.file_size or 0 for one in found or () if one.will_download)
+        folder = Path(_cache())
+        free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+        planned = sum(one.num_bytes for one in self.downloads)
+        self.downloads.append(HubDownload(key, str(name), missing, free, str(folder)))
+        if missing + planned > free:
+            raise ConfigError(
+                f"{key}: {name} needs {(missing + planned) / GIB:.1f} GiB, and {folder} has {free / GIB:.1f} GiB",
+                remedy="make room, or set HF_HOME to a folder on another disk",
+            )
+        if self.max_bytes is None or missing <= self.max_bytes:
+            if missing:
+                self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
+            _snapshot(name, key, patterns)
+            self.downloads[-1] = replace(self.downloads[-1], num_bytes=0)
+        return None if found is None else tuple(one.filename for one in found)
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def _listing(name: HubName, folder: Path) -> list[str]:
+    """Paths in the repository, or in its folder of the cache if the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return sorted(HfApi().list_repo_files(name.repo, revision=name.revision, repo_type=name.kind))
+    except Exception:  # noqa: BLE001 -- as in `_ask`
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _snapshot(name: HubName, key: str, patterns: Sequence[str]) -> Path:
+    """The folder of a commit, with all files that are like the patterns."""
+    folder = Path(cast("str", _ask(name, key, patterns)))
+    if not COMMIT.fullmatch(folder.name):
+        raise ConfigError(f"{key}: the hub answers with no commit: {folder.name!r}", remedy="check HF_ENDPOINT")
+    return folder
+
+
+def _ask(name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
+    """What `snapshot_download` returns, or what it fails with in words; None for a dry run that cannot be made."""
+    from huggingface_hub import get_session, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import DryRunError
+    from huggingface_hub.utils import disable_progress_bars
+
+    hooks = get_session().event_hooks["request"]
+    if _in_time not in hooks:
+        hooks.append(_in_time)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return snapshot_download(
+            name.repo, repo_type=name.kind, revision=name.revision or None, allow_patterns=list(patterns),
+            ignore_patterns=list(OTHER_WEIGHTS) if name.kind == "model" else None, dry_run=dry_run,
+        )  # fmt: skip
+    except DryRunError:
+        return None
+    except Exception as error:  # noqa: BLE001 -- its HTTP, disk and transfer libraries have errors of their own
+        cause, remedy = _in_words(error, name)
+        raise ConfigError(f"{key}: {name}: {cause}", remedy=remedy) from None
+
+
+def _in_time(request: Any) -> None:
+    """Give a request the time limits that it lacks: huggingface_hub asks for revisions without any."""
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+
+    limits = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        what: HF_HUB_DOWNLOAD_TIMEOUT if value is None else value for what, value in limits.items()
+    }
+
+
+def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
+    """Cause and remedy."""
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repo = f"{'data set' if name.kind == 'dataset' else 'model'} {name.repo}"
+    both = f"or name a folder that exists: {name.repo} is none beside the run file (with --set: in this folder)"
+    if isinstance(error, GatedRepoError):
+        return f"the {repo} is gated", LOG_IN
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has no {repo}, or it is private", f"check the name, {both}; a private one: {LOG_IN}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the {repo} has no revision {name.revision}", "name a branch, tag or commit of it"
+    cause = error.__cause__ or error
+    shown = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    if isinstance(error, LocalEntryNotFoundError):
+        is_off = isinstance(cause, OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE is set" if is_off else f"{ENDPOINT} does not answer: {shown}"
+        return f"the {repo} is not whole in the cache, and {why}", f"fetch it where there is network, {both}"
+    if isinstance(error, HfHubHTTPError):
+        return f"the hub answers {shown}", "try again later: what is there stays; see status.huggingface.co"
+    return f"cannot be fetched: {shown}", "try again: what is there stays; check the disk, HF_HOME and HF_ENDPOINT"
+
+
+# -- splits of data sets -----------------------------------------------------------------------------------------------
+
+
+def _chosen(name: HubName, key: str, folder: Path) -> tuple[str, ...]:
+    """Patterns of the files of the split that is meant: as the data set's card says, or its only file."""
+    splits = _told_splits(folder / CARD)
+    if not splits:
+        files = [one for one in _listing(name, folder) if DATA.search(one) and not NO_DATA.search(one)]
+        if len(files) == 1 and not name.parts:
+            return (glob.escape(files[0]),)
+        raise ConfigError(
+            f"{key}: the card of {name} names no splits; it holds {', '.join(files[:SHOWN]) or 'no JSONL or parquet'}",
+            remedy=f"name a file or pattern, {replace(name, parts=(), file=files[0] if files else '*.jsonl')}, or the "
+            f"hub's own copy: {name.repo}@refs/convert/parquet/default/train/*.parquet",
+        )
+    hits = [one for one in splits if name.parts in ((), one, one[:1], one[1:])]
+    if len(hits) == 1:
+        return splits[hits[0]]
+    has_configs = len({config for config, _ in splits}) > 1
+    known = [":".join(one if has_configs else one[1:]) for one in splits]
+    what = "could be several" if hits else f"is none of its splits; {suggest(':'.join(name.parts), known)}"
+    shown = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
+    raise ConfigError(f"{key}: {name} {what}: {shown}", remedy=f"say which: {name.repo}:{known[0]}")
+
+
+class _Files(msgspec.Struct, frozen=True):
+    split: str = "train"
+    path: str | tuple[str, ...] = ()
+
+
+class _Part(msgspec.Struct, frozen=True):
+    config_name: str = "default"
+    data_files: str | tuple[str | _Files, ...] | dict[str, str | tuple[str, ...]] = ()
+
+
+class _Card(msgspec.Struct, frozen=True):
+    configs: tuple[_Part, ...] = ()
+
+
+def _told_splits(card: Path) -> dict[Split, tuple[str, ...]]:
+    """Patterns of files by what the `configs` of a data set's card say; none where they are not as the hub has them."""
+    from huggingface_hub import metadata_load  # pyright: ignore[reportUnknownVariableType]
+
+    try:
+        parts = msgspec.convert(metadata_load(card) or {}, _Card).configs
+    except Exception:  # noqa: BLE001 -- the YAML reader has its own errors; then files are named
+        return {}
+    found: dict[Split, tuple[str, ...]] = {}
+    for part in parts:
+        files = (part.data_files,) if isinstance(part.data_files, str) else part.data_files
+        rows = files.items() if isinstance(files, dict) else [
+            (one.split, one.path) if isinstance(one, _Files) else ("train", one) for one in files
+        ]  # fmt: skip
+        for split, path in rows:
+            more = (path,) if isinstance(path, str) else path
+            found[part.config_name, split] = (*found.get((part.config_name, split), ()), *more)
+    return {split: patterns for split, patterns in found.items() if patterns}
