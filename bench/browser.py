@@ -13,8 +13,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,38 +131,45 @@ class Page:
         path.write_bytes(base64.b64decode(told["data"]))
 
 
-@contextlib.asynccontextmanager
-async def opened_browser(browser: str) -> AsyncIterator[Page]:
-    """A fresh browser with one tab."""
+@contextlib.contextmanager
+def running_browser(browser: str) -> Iterator[str]:
+    """The address of a fresh one."""
     profile = Path(tempfile.mkdtemp(prefix="browser-"))
-    process = await asyncio.create_subprocess_exec(
-        browser, *QUIET, f"--user-data-dir={profile}", "about:blank", start_new_session=True,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(profile)},
+    process = subprocess.Popen(
+        [browser, *QUIET, f"--user-data-dir={profile}", "about:blank"], start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(profile)},
     )  # fmt: skip
     try:
-        port_file = profile / "DevToolsActivePort"
-        async with asyncio.timeout(PATIENCE_S):
-            while not (port_file.is_file() and port_file.read_text().count("\n")):
-                await asyncio.sleep(0.05)
-        port = port_file.read_text().split()[0]
-        async with aiohttp.ClientSession() as session:
-            async with session.put(f"http://127.0.0.1:{port}/json/new?about:blank") as answer:
-                url = (await answer.json(content_type=None))["webSocketDebuggerUrl"]
-            async with session.ws_connect(url, max_msg_size=1 << 28) as link:
-                page = Page(link)
-                listening = asyncio.create_task(page.listen())
-                for domain in ("Page", "Runtime", "Log", "Network"):
-                    await page.do(f"{domain}.enable")
-                await page.size(1440, 900)
-                yield page
-                listening.cancel()
+        port_file, until_s = profile / "DevToolsActivePort", time.monotonic() + PATIENCE_S
+        while not (port_file.is_file() and port_file.read_text().count("\n")):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{browser} does not listen after {PATIENCE_S:g} s")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port_file.read_text().split()[0]}"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        process.wait()
         for _ in range(100):  # its children end a little later, and still write
             shutil.rmtree(profile, ignore_errors=True)
             if not profile.exists():
                 break
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def opened_tab(address: str) -> AsyncIterator[Page]:
+    """A new one of a running browser."""
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{address}/json/new?about:blank") as answer:
+            tab = await answer.json(content_type=None)
+        async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=1 << 28) as link:
+            page = Page(link)
+            listening = asyncio.create_task(page.listen())
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                await page.do(f"{domain}.enable")
+            await page.size(1440, 900)
+            yield page
+            listening.cancel()
+        async with session.get(f"{address}/json/close/{tab['id']}"):
+            """Nothing of it runs beside the next."""

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser import BROWSERS, Page, find_browser, opened_browser
+from browser import BROWSERS, Page, find_browser, opened_tab, running_browser
 from planted_control import plant_seat, serving
 
 from myxa.launch.control.client import ControlClient, ControlNote
@@ -40,7 +40,7 @@ async def pictures(page: Page, url: str, out: Path, names: tuple[str, ...]) -> N
 
 async def look(options: argparse.Namespace, browser: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        page = await stack.enter_async_context(opened_browser(browser))
+        page = await stack.enter_async_context(opened_tab(stack.enter_context(running_browser(browser))))
         if options.run is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             note = await stack.enter_async_context(serving(plant_seat(Path(folder))))

@@ -223,7 +223,9 @@ NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "
 def test_what_shows_while_actors_work(here: Job, row: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if flags_of(row)[1:] in NEED_NO_PROCESS:
         call_here(monkeypatch)
-    error, _ = asyncio.run(inside("run.toml", QUICKLY, *(flag for flag in flags_of(row) if flag != "--set")))
+    error, _ = asyncio.run(
+        inside("run.toml", QUICKLY, "rollout.workers=1", *(flag for flag in flags_of(row) if flag != "--set"))
+    )
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
     assert fits(row, message), f"{message!r} is not {row.message!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,14 +20,23 @@ from myxa.launch.views.report import write_page, write_report
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture
-async def page() -> AsyncIterator[Any]:
-    """A tab of a fresh browser."""
-    browser = loaded("bench/browser.py")
-    found = browser.find_browser()
+BROWSER = loaded("bench/browser.py")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[str]:
+    """The address of a fresh one."""
+    found = BROWSER.find_browser()
     if found is None:
-        pytest.skip(f"NO BROWSER: none of {', '.join(browser.BROWSERS)} is installed, so no page was looked at")
-    async with browser.opened_browser(found) as tab:
+        pytest.skip(f"NO BROWSER: none of {', '.join(BROWSER.BROWSERS)} is installed, so no page was looked at")
+    with BROWSER.running_browser(found) as address:
+        yield address
+
+
+@pytest.fixture
+async def page(browser: str) -> AsyncIterator[Any]:
+    """A tab."""
+    async with BROWSER.opened_tab(browser) as tab:
         yield tab
 
 
