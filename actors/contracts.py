@@ -411,7 +411,7 @@ class TrainerContract(TenantContract, KnobsContract):
         """Leader only: end the loop after the current step, then save and export as configured."""
         raise NotImplementedError
 
-    @call(deadline=600, reentrant=True)
+    @call(deadline=1800, reentrant=True)
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Leader only: compare held-out pairs under the newest weights, between two steps; their reward is the share of
         pairs that are ranked rightly. Raises the error of the first pair if none can be compared."""

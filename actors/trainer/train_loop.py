@@ -169,8 +169,9 @@ class TrainLoop:
             await self.link.ready(version, manifest, facts, live)
         with self._meter.during("other", "start, first engine"):
             await self._may_go.wait()
-        async with self._ranks_are_free:
-            await self._lead(version)
+        await self._ranks_are_free.acquire()
+        await self._lead(version)
+        self._ranks_are_free.release()
 
     async def _lead(self, version: int) -> None:
         start_version = version
@@ -385,6 +386,20 @@ class TrainLoop:
     async def evaluate(self, prompts: Sequence[Prompt]) -> EvalResult:
         """Means over these pairs, in steps of `algo.batch_size`. Raises TrainError for a run without pairs, the error
         of the first pair if none can be compared, and what a step raises."""
+
+        async def attempt() -> EvalResult | MyxaError:
+            try:
+                return await self._compare(prompts)
+            except MyxaError as error:
+                return error
+
+        # A caller that goes away cancels nothing: some ranks may have begun what others would then leave out.
+        found = await asyncio.shield(self._ctx.spawn(attempt(), name="evaluate"))
+        if isinstance(found, MyxaError):
+            raise found
+        return found
+
+    async def _compare(self, prompts: Sequence[Prompt]) -> EvalResult:
         make, options = self.options.make_pair, replace(self.options.plan, minibatches=1)
         if make is None or not prompts:
             raise TrainError("this run has no held-out pairs", remedy="name some as eval.data")

@@ -105,6 +105,11 @@ def test_a_demonstration_is_what_the_template_writes(
     assert written.startswith(whole(sample, tokenizer).removesuffix("<|endoftext|>"))
     ids = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
     assert tokenizer.encode(written)[: len(ids) - 1] == ids[:-1]
+    entire = talk(tokenizer, prompt).episode.demonstration(shown, is_whole=True)
+    ids = [*entire.prompt_ids.tolist(), *entire.response_ids.tolist()]
+    has_end = len(ids) > len(tokenizer.encode(written))  # the template writes none
+    assert ids[: len(ids) - has_end] == tokenizer.encode(written)
+    assert learnt(entire, tokenizer) == learnt(sample, tokenizer)
 
 
 @pytest.mark.parametrize("model", CHAT_MODELS, ids=lambda one: one.name)
