@@ -22,36 +22,57 @@ from ..core.errors import ConfigError, MyxaError
 from .commands import knobs, offline, processes, run_life, runs, views
 from .commands.parser import Command, Parser, mistaken_command, mistaken_flag
 
-SCRIPT = """\
+BASH = """\
 {zsh}_myxa() {{
   local words=""
-  case "${{COMP_WORDS[1]}}:$COMP_CWORD" in
-    *:1) words="{commands}" ;;
+  case "${{COMP_WORDS[COMP_CWORD-1]}}:${{COMP_WORDS[1]}}:$COMP_CWORD:$2" in
+    *:1:*) words="{commands}" ;;
+    --set:*) words="${{_myxa_keys:=$(myxa completion keys)}}" ;;
+    *:[gs]et:*:|*:[gs]et:*:[!-]*) words="${{_myxa_knobs:=$(myxa completion knobs)}}" ;;
 {cases}
   esac
   COMPREPLY=($(compgen -W "$words" -- "$2"))
-  [ ${{#COMPREPLY[@]}} -gt 0 ] || COMPREPLY=($(compgen -f -- "$2"))
 }}
-complete -F _myxa myxa
+complete -o default -F _myxa myxa
 """
+"""Keys and knobs take longer to find: a shell asks for them once, when they are needed."""
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def _add(parser: Parser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh"), help='in ~/.bashrc: eval "$(myxa completion bash)"')
+    parser.add_argument("what", choices=("bash", "zsh", "fish", "keys", "knobs"), metavar="SHELL",
+                        help='bash or zsh, in ~/.bashrc: eval "$(myxa completion bash)"; fish, in config.fish: myxa '
+                        "completion fish | source; keys or knobs: the words after --set and set")  # fmt: skip
 
 
 def _completion(options: argparse.Namespace) -> int:
-    print(script(options.parser, options.shell), end="")
+    if options.what == "knobs":
+        print("\n".join(one.name for one in knobs.declared()))
+    elif options.what == "keys":
+        from ..core.config import RunConfig
+        from ..core.config.section import ANY_NAME, named_section_of, section_of, walk
+
+        keys = ((path, section_of(field) or named_section_of(field)) for path, field in walk(RunConfig))
+        print("\n".join(f"{'.'.join(path)}=" for path, below in keys if below is None and ANY_NAME not in path))
+    else:
+        print(script(options.parser, options.what), end="")
     return 0
 
 
 def script(parser: Parser, shell: str) -> str:
-    cases = "\n".join(f'    {name}:*) words="{" ".join(each.flags)}" ;;' for name, each in parser.commands.items())
-    return SCRIPT.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
+    if shell == "fish":
+        lines = [f"complete -c myxa -n __fish_use_subcommand -xa '{' '.join(parser.commands)}'"]
+        for name, each in parser.commands.items():
+            words = {"--set": " -xa '(myxa completion keys)'"}
+            told = [f"-l {flag[2:]}{words.get(flag, '')}" for flag in each.flags]
+            told += ["-xa '(myxa completion knobs)'"] if name in ("get", "set") else []
+            lines += [f"complete -c myxa -n '__fish_seen_subcommand_from {name}' {one}" for one in told]
+        return "\n".join(lines) + "\n"
+    cases = "\n".join(f'    *:{name}:*) words="{" ".join(each.flags)}" ;;' for name, each in parser.commands.items())
+    return BASH.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
 
 
-COMPLETION = Command("completion", "commands and flags for bash or zsh to complete", _completion, _add)
+COMPLETION = Command("completion", "commands, flags, keys and knobs for a shell to complete", _completion, _add)
 
 COMMANDS = (
     run_life.UP, run_life.LAUNCH, run_life.DEMO, run_life.INIT,

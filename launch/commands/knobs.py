@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.errors import ConfigError, LedgerError
-from ...core.knobs import AuditRecord, ChangeReply, KnobTable
+from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
 from ..control import verbs
 from ..views.changes import asked_text, moves_text
 from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
@@ -21,6 +21,19 @@ from .parser import Parser, ask, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+def declared(sources: Sequence[str] = ()) -> tuple[Tunable, ...]:
+    """All knobs that actors have. `sources`: names of data sources, whose shares are knobs."""
+    from ...actors.buffer.knobs import BufferLimits, buffer_tunables
+    from ...actors.coordinator.options import COORDINATOR_TUNABLES
+    from ...actors.knobs.owner import LOG_LEVEL, PAUSE_AT
+    from ...actors.rollout.knobs import TUNABLES as OF_ROLLOUT
+    from ...actors.trainer.knobs import TUNABLES as OF_TRAINER
+    from ...algos.filters import GROUP_FILTERS
+
+    of_buffer = buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources)
+    return (*OF_TRAINER, *of_buffer, *OF_ROLLOUT, *COORDINATOR_TUNABLES, PAUSE_AT, LOG_LEVEL.tunable)
 
 
 def _get(options: argparse.Namespace) -> int:

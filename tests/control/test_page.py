@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from myxa.launch.cli import main, make_parser
+from myxa.launch.commands.knobs import declared
 from myxa.launch.control.handlers import HANDLERS
 from myxa.launch.control.verbs import ALL, DASHBOARD, Verb, describe
 
@@ -53,18 +57,45 @@ def test_who_asks_is_no_argument_of_a_caller() -> None:
     assert about["required"] == ["values"]
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [("myxa se", "set"), ("myxa set --dr", "--dry-run"), ("myxa logs --fo", "--follow"), ("myxa whe", "where")],
-)
-def test_bash_completes_commands_and_flags(words: str, offered: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    typed = words.split()
-    line = f'COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _myxa myxa {typed[-1]}; echo "${{COMPREPLY[@]}}"'
+OFFERED = {
+    "se": "set", "whe": "where", "set --dr": "--dry-run", "logs --fo": "--follow", "migrate --he": "--help",
+    "plan --set optimizer.weight_d": "optimizer.weight_decay=", "up --set models": "", "history weight_d": "",
+    "set weight_d": "weight_decay", "get weight_d": "weight_decay",
+}  # fmt: skip
+"""What is typed -> all that a shell may offer."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = shutil.which(shell)
+    if found is None:
+        pytest.skip(f"{shell} is not installed")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    if shell == "zsh":
+        script = f"autoload -U compinit; compinit -D -u; {script}setopt ksharrays shwordsplit\n"
+    for words in OFFERED:
+        typed = words.split()
+        call = f"COMP_WORDS=(myxa {words}); COMP_CWORD={len(typed)}; _myxa myxa {typed[-1]}; echo ${{COMPREPLY[@]}}"
+        script += f"echo (complete -C 'myxa {words}')\n" if shell == "fish" else f"{call}\n"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    plain = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
     done = subprocess.run(
-        ["bash", "-c", capsys.readouterr().out + line], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert done.stdout.split() == [offered]
+        [found, plain, "-c", script], cwd=tmp_path, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    for (words, offered), line in zip(OFFERED.items(), done.stdout.splitlines(), strict=True):
+        # zsh drops by itself what does not begin so
+        assert [word for word in line.split() if word.startswith(words.split()[-1])] == offered.split(), words
+
+
+def test_keys_and_knobs_to_complete_are_those_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "keys"]) == 0
+    keys = capsys.readouterr().out.split()
+    assert {"model.path=", "optimizer.lr=", "roles.trainer.count="} <= set(keys)
+    assert len(keys) == len(set(keys)) > 200
+    assert main(["completion", "knobs"]) == 0
+    assert capsys.readouterr().out.split() == [one.name for one in declared()]
 
 
 def test_every_command_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:

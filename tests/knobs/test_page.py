@@ -5,15 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from myxa.actors.buffer.knobs import BufferLimits, buffer_tunables
-from myxa.actors.coordinator.options import COORDINATOR_TUNABLES
-from myxa.actors.knobs.owner import LOG_LEVEL, PAUSE_AT
-from myxa.actors.rollout import knobs as rollout_knobs
-from myxa.actors.trainer import knobs as trainer_knobs
-from myxa.algos.filters import GROUP_FILTERS
 from myxa.core.config import RunConfig
 from myxa.core.config.section import walk
 from myxa.core.knobs import Tunable
+from myxa.launch.commands import knobs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "knobs.md"
@@ -25,14 +20,7 @@ MAKERS = ("_knob", "_algo")
 
 def declared() -> tuple[Tunable, ...]:
     """All knobs that the product has."""
-    return (
-        *trainer_knobs.TUNABLES,
-        *buffer_tunables(tuple(GROUP_FILTERS), BufferLimits(), sources=("math", "code")),
-        *rollout_knobs.TUNABLES,
-        *COORDINATOR_TUNABLES,
-        PAUSE_AT,
-        LOG_LEVEL.tunable,
-    )
+    return knobs.declared(sources=("math", "code"))
 
 
 def names_declared_in_the_source() -> list[str]:
