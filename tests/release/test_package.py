@@ -1,6 +1,6 @@
 """What is released: the sdist holds the tree, the wheel that is built from it holds the package, and a new environment
-with that wheel starts `myxa demo` in an empty folder. (`make package` adds twine's checks.)
-"""
+with that wheel starts `myxa demo`, and trains the task that `myxa init` writes, in an empty folder. (`make package` adds
+twine's checks.)"""
 
 from __future__ import annotations
 
@@ -119,18 +119,36 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
-def test_from_an_empty_folder_the_command_and_the_module_are_the_wheels(installed: Path, tmp_path: Path):
-    def said(*words: str) -> str:
-        asked = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
-        assert asked.returncode == 0, asked.stderr
-        return asked.stdout.strip()
+def said(folder: Path, *words: str) -> str:
+    asked = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100)
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    return asked.stdout.strip()
 
-    python = str(installed / "python")
-    where = Path(said(python, "-c", "import myxa; print(myxa.__file__)"))
+
+def test_from_an_empty_folder_the_command_and_the_module_are_the_wheels(installed: Path, tmp_path: Path):
+    python, myxa = str(installed / "python"), str(installed / "myxa")
+    where = Path(said(tmp_path, python, "-c", "import myxa; print(myxa.__file__)"))
     assert where.is_relative_to(installed.parent)
-    assert said(str(installed / "myxa"), "--version") == f"myxa {__version__}"
-    assert said(python, "-m", "myxa", "--version") == f"myxa {__version__}"
+    assert said(tmp_path, myxa, "--version") == f"myxa {__version__}"
+    assert said(tmp_path, python, "-m", "myxa", "--version") == f"myxa {__version__}"
+    assert "rollout.n " in said(tmp_path, myxa, "migrate", "verl")
     assert not list(tmp_path.iterdir())
+
+
+def test_from_an_empty_folder_a_first_task_is_written_and_trained(installed: Path, tmp_path: Path):
+    myxa = str(installed / "myxa")
+    said(tmp_path, str(installed / "python"), "-m", "myxa.actors.models.tiny", "small")
+    said(tmp_path, myxa, "init", "--model", "small")
+    few = (
+        "run.num_steps=2",
+        "algo.batch_size=4",
+        "algo.group_filter=none",
+        "eval.every=0",
+        "trainer.checkpoint_every=0",
+    )
+    said(tmp_path / "my-task", myxa, "up", "run.toml", "--quiet", *(word for one in few for word in ("--set", one)))
+    (metrics,) = tmp_path.glob("my-task/runs/my-task-*/metrics.jsonl")
+    assert "train/loss" in metrics.read_text()
 
 
 def test_from_an_empty_folder_the_demo_of_the_wheel_trains_and_reports(installed: Path, tmp_path: Path):
