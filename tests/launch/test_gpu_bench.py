@@ -24,7 +24,7 @@ GPU = ROOT / "bench" / "gpu"
 SCRIPTS = (
     "facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts",
     "kill_in_broadcast", "live", "chaos", "memory_selfcheck", "memory_rates", "memory_switch", "memory_gang", "memory_colocated",
-    "memory_communicators", "repeats",
+    "memory_communicators", "repeats", "trl_step", "verl_step",
 )  # fmt: skip
 RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
 
@@ -104,6 +104,31 @@ def test_every_part_of_the_script_is_there_and_knows_its_arguments(
         runpy.run_path(str(GPU / f"{name}.py"), run_name="__main__")
     assert not told.value.code
     assert "--device" in capsys.readouterr().out
+
+
+def test_steps_of_verl_are_read_from_what_it_prints_and_told(
+    bench: Callable[[str], ModuleType], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verl = bench("verl_step")
+    assert verl.read_step("(TaskRunnerV1 pid=9) Training Progress:  12%| 1/8 [00:09<01:04]") is None
+    found = verl.Watched(peak_mib=51200.0)
+    for step in range(1, 6):
+        line = (
+            f"(TaskRunnerV1 pid=9) step:{step} - actor/grad_norm:np.float64(1.5e-05) - timing_s/step:{step}.5 - "
+            f"timing_s/gen:0.5 - response_length/mean:250.0 - training/off_policy/x/min:-1"
+        )
+        found.steps.append(verl.read_step(line))
+        found.at_s.append(100.0 + 4 * step)
+    assert found.steps[0] == {
+        "actor/grad_norm": 1.5e-05, "timing_s/step": 1.5, "timing_s/gen": 0.5, "response_length/mean": 250.0,
+        "training/off_policy/x/min": -1.0,
+    }  # fmt: skip
+    report = bench("figures").Report("peer_verl")
+    verl.tell(report, "shipped", found)
+    told = capsys.readouterr().out
+    assert "| 5.00; 4.00 |" in told, "the median of steps 4 and 5 by verl, and what passed from one to the next"
+    assert "| 8,000 |" in told, "16 x 8 answers of 250 tokens in 4 s"
+    assert json.loads((out / "gpu.json").read_text())["peer_verl"]["shipped"]["at_s"][0] == 104.0
 
 
 def test_the_script_says_what_it_lacks_and_counts_it_as_not_passed(tmp_path: Path) -> None:
