@@ -6,7 +6,7 @@
 #   facts      what this machine is                       1 GPU, 30 s
 #   rollout    rollout actor against a bare client        1 GPU, SGLang, 180 s
 #   train      speed, MFU, memory of the backends         1 GPU, 120 s (with four: also DP4)
-#   train_profile  where a step's time goes, and variants  1 GPU, 250 s
+#   train_profile  where a step's time goes, and variants  1 GPU, Megatron, 320 s
 #   lora       the same with adapters, beside all weights  1 GPU, Megatron, 330 s
 #   lora_rollout  adapters that SGLang holds, beside merged weights  1 GPU, SGLang, 420 s
 #   learn      a model from nothing learns a task         1 GPU (colocated) or 2, SGLang, 240 s
@@ -114,7 +114,7 @@ declare -A script=(
 declare -A limit=(
   [lora_rollout]=430
   [topologies]=300 [weights_experts_fp8]=240
-  [facts]=60 [rollout]=270 [train]=270 [train_profile]=262 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train_profile]=340 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240 [peer_verl]=575
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
@@ -133,7 +133,7 @@ declare -A gpus=(
 declare -A modules=(
   [lora_rollout]=sglang
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
-  [facts]="" [rollout]=sglang [train]="" [train_profile]="" [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
+  [facts]="" [rollout]=sglang [train]="" [train_profile]=megatron.core [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets" [peer_verl]="verl ray"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
@@ -146,7 +146,7 @@ declare -A arguments=(
   [lora_rollout]="--engine attach --backend $backend"
   [topologies]=""
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
-  [train_profile]="--part train_profile --profile --steps 2 --limit 118 --cases torch:0.6b,torch:1.7b"
+  [train_profile]="--part train_profile --profile --steps 2 --limit 118 --cases torch:0.6b,torch:1.7b,megatron:0.6b"
   [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"

@@ -124,7 +124,7 @@ def score_main(options: argparse.Namespace) -> None:
         rank=RankSpec(gang="trainer", rank=0, world_size=1, local_rank=0, local_world_size=1, group_rank=0),
     )  # fmt: skip
     config = load_config(options.folder / "async20.toml", score_sets(options))
-    backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = build_actor(spec, config, options.folder).backend  # pyright: ignore[reportAttributeAccessIssue]
     backend.setup()
     shard = make_shard(answers)
     scores = scores_of(backend._parts.stepper.policy, shard)

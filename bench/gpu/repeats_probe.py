@@ -83,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
         visible_devices=devices, threads=4 if is_gpu else 1,
         rank=RankSpec(gang="trainer", rank=0, world_size=1, local_rank=0, local_world_size=1, group_rank=0),
     )  # fmt: skip
-    backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = build_actor(spec, config, options.folder).backend  # pyright: ignore[reportAttributeAccessIssue]
     backend.setup()
     digests: list[dict[str, str]] = []
     for step in range(NUM_STEPS):

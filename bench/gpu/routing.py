@@ -121,7 +121,7 @@ def score_main(options: argparse.Namespace) -> None:
         f'trainer.dtype="{"bfloat16" if is_gpu else "float32"}"', 'algo.correction="none"',
         f'roles.trainer.devices="{gpu}"', f'roles.rollout.devices="{gpu}"', *(replay if options.replays else []),
     ])  # fmt: skip
-    backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = build_actor(spec, config, options.folder).backend  # pyright: ignore[reportAttributeAccessIssue]
     backend.setup()
     with closing(backend):
         answers = json.loads(options.answers.read_text())

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -284,9 +285,17 @@ OF_A_SHAPE: Patches = [
 ]
 LAST: dict[str, Patches] = {
     WIDE: [],
-    "compiled for one shape": OF_A_SHAPE,
     "attention of packed rows by cuDNN": PACKED,
+    "compiled for one shape": OF_A_SHAPE,
 }
+
+
+def variants_of(backend: str) -> dict[str, Patches]:
+    if backend == "megatron":
+        from myxa.actors.backends.megatron import schedule
+
+        return {"logits kept": [(schedule, "score_rows", partial(vocab_scores.score_rows, keeps_logits=True))]}
+    return {**VARIANTS, **(LAST if torch.cuda.is_available() else {})}
 
 
 @dataclass(frozen=True)
@@ -329,8 +338,8 @@ class Work:
         return step_s, score_s
 
 
-def run(work: Work, log: Path, small: Callable[[], None], last: Callable[[], None]) -> None:
-    """As it is, the trace, single parts (`small`, `last`), variants."""
+def run(work: Work, log: Path, variants: dict[str, Patches], small: Callable[[], None]) -> None:
+    """As it is, the trace, variants, single parts (`small`)."""
     head = ("variant", "step ms", "tokens/s", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
             "of the matrix rate", "gradient norm", "s to measure")  # fmt: skip
     top = "| " + " | ".join(head) + " |\n|" + "---|" * len(head)
@@ -343,11 +352,7 @@ def run(work: Work, log: Path, small: Callable[[], None], last: Callable[[], Non
     work.report.say(f"- log-prob pass: {number(score_s * 1e3)} ms, kernels {number(busy(kernels) / 1e3)} ms\n")
     tell_shares(work.report, kernels)
     work.report.say(top)
-    for name, patches in {**VARIANTS, **(LAST if torch.cuda.is_available() else {})}.items():
-        if patches is APART and not work.is_over():  # from here on layers are compiled anew
-            work.report.say("")
-            small()
-            work.report.say(top)
+    for name, patches in variants.items():
         if work.is_over():
             work.report.say(f"| {name} | no time is left |" + " - |" * (len(head) - 2))
             continue
@@ -358,7 +363,7 @@ def run(work: Work, log: Path, small: Callable[[], None], last: Callable[[], Non
             work.report.say(f"| {name} | {type(error).__name__}: {str(error)[:300]!r} |" + " - |" * (len(head) - 2))
     work.report.say("")
     if not work.is_over():
-        last()
+        small()
 
 
 def tell_shares(report: Report, kernels: Sequence[Kernel]) -> None:
@@ -401,11 +406,9 @@ def tell_products(report: Report, gauge: Any, config: Any, tokens: int, device: 
     report.table(f"Products of {tokens} tokens, TFLOP/s", ("weight", "forward", "input", "weight's"), rows)
 
 
-def tell_attention(
-    report: Report, gauge: Any, config: Any, num: int, length: int, device: str, *, is_last: bool
-) -> None:
-    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels; `is_last`: by one that may
-    end what the device can do for this process."""
+def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: int, device: str) -> None:
+    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels; last by one that may end
+    what the device can do for this process."""
     if device != "cuda":
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -432,8 +435,7 @@ def tell_attention(
     one_of = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     kinds += [(backend.name.lower(), lambda backend=backend: sdpa_kernel(backend), padded) for backend in one_of]
     kinds.append(("flash, packed", contextlib.nullcontext, packed))
-    if is_last:
-        kinds = [("cudnn, packed", contextlib.nullcontext, packed_by_cudnn)]
+    kinds.append(("cudnn, packed", contextlib.nullcontext, packed_by_cudnn))
     flops = 4 * num * config.num_heads * config.head_dim * length * length / 2
     grad = torch.randn(num * length, config.num_heads * config.head_dim, **cast(Any, make))
     rows: list[tuple[str, ...]] = []

@@ -170,7 +170,7 @@ def rank_main(options: argparse.Namespace) -> None:
         rank=RankSpec(gang="trainer", rank=rank, world_size=options.world, local_rank=rank,
                       local_world_size=options.world, group_rank=0),
     )  # fmt: skip
-    backend: Any = build_actor(spec, config, options.folder)._backend  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = build_actor(spec, config, options.folder).backend  # pyright: ignore[reportAttributeAccessIssue]
     started_s = time.perf_counter()
     with phase("set up"):
         facts = backend.setup()
@@ -215,7 +215,7 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
     """Where the time goes, and variants; see train_profile.py."""
     import train_profile as told
 
-    report = Report(f"{options.part}_{options.folder.name}", is_dry=options.device == "cpu")
+    report = Report(f"{options.part}_{options.backend}_{options.folder.name}", is_dry=options.device == "cpu")
     lengths = [options.length] * (options.packs * options.per_pack)
     tokens, flops, ahead = sum(lengths), train_flops(config, lengths), forward_flops(config, lengths)
 
@@ -236,15 +236,11 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
         tflops=told.matrix_tflops(gauge, 8192 if options.device == "cuda" else 256),
     )  # fmt: skip
 
-    def attention(*, is_last: bool) -> None:
-        sizes = (config, options.per_pack, options.length, options.device)
-        told.tell_attention(report, gauge, *sizes, is_last=is_last)
-
     def small() -> None:
         told.tell_products(report, gauge, config, options.per_pack * options.length, options.device)
-        attention(is_last=False)
+        told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
 
-    told.run(work, options.folder / "trace.json", small, lambda: attention(is_last=True))
+    told.run(work, options.folder / "trace.json", told.variants_of(options.backend), small)
     report.keep("status", 0)
 
 

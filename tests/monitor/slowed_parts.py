@@ -32,13 +32,13 @@ def slowed(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:
     actor: Any = build_actor(spec, config, run_dir)
     slow = run_dir.parents[1] / SLOW_FILE
     if spec.role == "trainer":
-        train = actor._backend.train
+        train = actor.backend.train
 
         def slow_train(*args: Any, **kwargs: Any) -> Any:
             time.sleep(STEP_S * (slow.read_text() == "training"))
             return train(*args, **kwargs)
 
-        actor._backend.train = slow_train
+        actor.backend.train = slow_train
     if spec.role == "rollout":
         prepare = actor._engine.prepare_weights
 
