@@ -40,11 +40,11 @@ def slowed(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Actor:
 
         actor.backend.train = slow_train
     if spec.role == "rollout":
-        prepare = actor._engine.prepare_weights
+        prepare = actor.engine.prepare_weights
 
         async def slow_prepare(*args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(SYNC_S * (slow.read_text() == "weights"))
             return await prepare(*args, **kwargs)
 
-        actor._engine.prepare_weights = slow_prepare
+        actor.engine.prepare_weights = slow_prepare
     return actor
