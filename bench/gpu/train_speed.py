@@ -240,6 +240,14 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
         told.tell_products(report, gauge, config, options.per_pack * options.length, options.device)
         told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
 
+    if options.backend == "torch":
+        policy = backend._parts.stepper.policy
+        ahead_M, live_M = policy.score(layouts[:1])[0].logprobs_M, policy.module(layouts[0], False).logprobs_M.detach()
+        difference = float((ahead_M - live_M).abs().max())
+        report.say(
+            f"- largest difference of a log-prob between the log-prob pass and the training pass: {difference:g}"
+        )
+        del live_M
     told.run(work, options.folder / "trace.json", told.variants_of(options.backend), small)
     report.keep("status", 0)
 
