@@ -56,7 +56,7 @@ _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
 OF_PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
-"""What is told of held-out pairs."""
+"""Metrics of an evaluation on pairs."""
 GUARD = Operator(user="guard", via="auto")
 GUARD_REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.bound = 0` switches the check off"
 

@@ -151,6 +151,20 @@ def test_the_forms_of_a_pair_mean_the_same(tmp_path: Path, row: dict[str, object
     assert [[one["content"] for one in prompt.metadata[name]] for name in ("chosen", "rejected")] == [["5"], ["23"]]
 
 
+def test_a_pair_of_which_one_answer_is_too_long_is_left_out_whole(tmp_path: Path) -> None:
+    file = recipe(tmp_path)
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c" * 5000}]
+    rows += [{"prompt": f"{k} =", "chosen": f"{k}", "rejected": "no"} for k in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = ("run.num_steps=2", "data.shuffle=false", "data.max_passes=1")
+    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").glob("dpo-*")
+    with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
+        found = ledger.execute("select draw, step from groups order by draw").fetchall()
+    assert [draw for draw, step in found if step is not None and step >= 0] == list(range(1, 9))
+
+
 def test_a_space_before_the_first_difference_belongs_to_the_answers(tmp_path: Path) -> None:
     """As in TRL: the tokens of a word begin with it."""
     file = recipe(tmp_path)
