@@ -90,7 +90,7 @@ BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
     "ppo": _raw,
     "sft": _one,
     "dpo": _sign,
-    "reward": _sign,
+    "reward": _centred,
 }
 
 

@@ -144,7 +144,7 @@ def pair_loss(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-    margin: float = 0.0,
+    margin: float | Tensor = 0.0,
     center: float = 0.0,
 ) -> PairTerms:
     """Loss of pairs from the sums of log-probs of their answers (`live_P2`, with gradient; `reference_P2`, None for
@@ -157,10 +157,11 @@ def pair_loss(
         simpo    as dpo with beta (m_better - m_worse) - margin        arXiv 2405.14734, eq. 6
         orpo     -m_better - beta s(log odds of exp m, of both)        arXiv 2403.07691, eq. 6
         bradley_terry
-                 -s(r_better - r_worse) + center (r_better + r_worse)^2     arXiv 2203.02155, eq. 1; center as in TRL
+                 -s(r_better - r_worse - margin) + center (r_better + r_worse)^2
+                                                                       arXiv 2203.02155, eq. 1; the rest as in TRL
     """
     if name == "bradley_terry":
-        loss_P = -functional.logsigmoid(live_P2[:, 0] - live_P2[:, 1]) + center * live_P2.sum(1).square()
+        loss_P = -functional.logsigmoid(live_P2[:, 0] - live_P2[:, 1] - margin) + center * live_P2.sum(1).square()
         return PairTerms(loss_P, live_P2.detach())
     means_P2 = live_P2 / lengths_P2
     if name == "orpo":

@@ -179,6 +179,9 @@ def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser
     def paired(x_T: Tensor) -> Tensor:
         return segments.sum_S(x_T)[order_S].reshape(-1, 2)
 
+    margin: float | Tensor = config.simpo_margin if config.loss == "simpo" else 0.0
+    if config.kind == "reward":  # advantages are half of 1 + margin, with either sign
+        margin = paired(_wide(batch.advantages_T)).diff().squeeze(1).neg() - 1
     live_P2 = paired(live_T)
     reference_P2 = paired(_wide(batch.reference_T).detach()) if batch.reference_T is not None else None
     terms = losses.pair_loss(
@@ -188,7 +191,7 @@ def pair_objective(batch: TokenBatch, config: AlgoConfig, normaliser: Normaliser
         one_S[order_S].reshape(-1, 2),
         beta=config.beta,
         label_smoothing=config.label_smoothing,
-        margin=config.simpo_margin if config.loss == "simpo" else 0.0,
+        margin=margin,
         center=config.center_coef,
     )
     share = 1 / max(normaliser.samples / 2, 1.0)

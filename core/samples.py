@@ -35,6 +35,8 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's thinking; the first is the one that templates read."""
 DEMONSTRATION, DEMONSTRATION_TURNS = "demonstration", "demonstration_turns"
 """In the metadata of a prompt: its demonstration, as a text or as messages."""
+MARGIN = "margin"
+"""In the metadata of a pair: the least difference of scores that is asked for."""
 PAIR = ("chosen", "rejected")
 """Columns of a pair of answers, and their places in the metadata; by the number of the sample in its group."""
 LOSS_KEYS = ("train", "weight", "loss_mask", "step_loss_mask", "loss")

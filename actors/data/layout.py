@@ -7,6 +7,7 @@ Conventions: slime and miles (prompt, label, metadata), verl (prompt, reward_mod
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,7 @@ import orjson
 
 from ...core.config import RewardSettings
 from ...core.config.data import DataSettings
-from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, LOSS_KEYS, PAIR, Message, Prompt
+from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, LOSS_KEYS, MARGIN, PAIR, Message, Prompt
 from ...core.suggestion import suggest
 from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
 from .row_file import Columns, NotJson, RowError, exact_json
@@ -129,6 +130,7 @@ class RowLayout:
         self._label = column("label", is_required=needs_label or wants_label)
         self._metadata, self._tools = column("metadata"), column("tools")
         self._answer = column("answer", is_required=bool(settings.answer_key) and needs_demonstration)
+        self._margin = column(MARGIN)
         self._pair = {name: column(name, is_required=True) for name in PAIR} if self._is_pairs else {}
         self._or_prompt: Column | None = None
         """Where the prompt is if its own column is not there."""
@@ -139,7 +141,7 @@ class RowLayout:
     def columns(self) -> tuple[str, ...]:
         """Top-level columns that are looked at. A name with dots is also looked for as it is."""
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
-        keys += tuple(column.key for column in self._pair.values())
+        keys += (self._margin.key, *(column.key for column in self._pair.values()))
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
         return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
 
@@ -296,7 +298,15 @@ class RowLayout:
         if pair[0] == pair[1]:
             raise RowError("both answers are the same", "leave such rows out")
         own = {name: [_table(turn) for turn in turns] for name, turns in zip(PAIR, pair, strict=True)}
-        return {**columns, self._prompt.key: given}, {**metadata, **own}
+        return {**columns, self._prompt.key: given}, {**metadata, **own, MARGIN: self._margin_of(columns)}
+
+    def _margin_of(self, columns: Columns) -> float:
+        if not self._margin.key:
+            return 0.0  # whatever the row's own metadata call so
+        margin = _value(columns, self._margin)
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < math.inf:
+            raise RowError(f'column "{self._margin.key}" holds {margin!r:.80}', "write a number from 0 on")
+        return float(margin)
 
     def _learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The messages before the first turn that is learnt, and those from there to the last one. Raises RowError."""

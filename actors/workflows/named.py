@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import ConfigError, DataError
-from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, PAIR, Message, Prompt, Sample
+from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, MARGIN, PAIR, Message, Prompt, Sample
 from ..user_code.functions import WORKFLOW, load_function
 from .episode import Episode, Workflow, WorkflowContext
 
@@ -41,9 +41,9 @@ async def replay_pair(ctx: WorkflowContext, prompt: Prompt) -> Sample:
 
 
 def answer_of_pair(episode: Episode, prompt: Prompt, index: int) -> Sample:
-    """One answer of a pair as a sample, with reward 1 if it is the better one, else 0."""
+    """One answer of a pair as a sample, with reward 1 and the pair's margin if it is the better one, else 0."""
     sample = episode.demonstration(shown_turns(prompt, PAIR[index]), is_whole=True)
-    return msgspec.structs.replace(sample, loss="algo", reward=float(index == 0))
+    return msgspec.structs.replace(sample, loss="algo", reward=(index == 0) * (1.0 + prompt.metadata.get(MARGIN, 0.0)))
 
 
 def shown_turns(prompt: Prompt, key: str = DEMONSTRATION_TURNS) -> list[Message]:

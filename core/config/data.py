@@ -132,10 +132,14 @@ class RowColumns(Section, frozen=True):
     """Column with the better answer of the `pairs` preset. Empty = "chosen"."""
     rejected_key: str = ""
     """Column with the worse answer of the `pairs` preset. Empty = "rejected"."""
+    margin_key: str = ""
+    """Column with the number by which the better answer's score is to exceed the other's, for algo.kind = "reward".
+    Empty = 0 for all."""
     system: str = ""
     """System message put in front of conversations that have none; empty = none."""
 
 
+_PAIR_KEYS = ("chosen_key", "rejected_key", "margin_key")
 _COLUMN_KEYS = tuple(name for name in RowColumns.model_fields if name.endswith("_key"))
 
 
@@ -252,7 +256,7 @@ class DataSettings(RowColumns, frozen=True):
                 (preset != "chat" and rows.messages_key, f"{place}messages_key",
                  f'is used by preset = "chat" only, not "{preset}"'),
                 *((preset != "pairs" and getattr(rows, key), f"{place}{key}",
-                   f'is used by preset = "pairs" only, not "{preset}"') for key in ("chosen_key", "rejected_key")),
+                   f'is used by preset = "pairs" only, not "{preset}"') for key in _PAIR_KEYS),
                 (place and self.is_recorded and preset != "recorded", f"{place}preset",
                  'must be "recorded", as that of another source is: nothing is generated'),
             )  # fmt: skip

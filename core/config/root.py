@@ -310,6 +310,7 @@ def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
         is_pairs, learns = part.preset == "pairs", config.algo.learns_pairs
         yield from clashes(
             (lacks_answer, f"{place}.answer_key", cause),
+            (part.margin_key and kind != "reward", f"{place}.margin_key", 'is for algo.kind = "reward"'),
             (is_pairs != learns, f"{place}.preset", f'must{" not" * is_pairs} be "pairs" for algo.kind = "{kind}"'),
         )
     for name, one in config.eval.sets.items() if not data.apply_chat_template else ():

@@ -28,11 +28,11 @@ def by_hand(kind: str, rewards: list[float], groups: list[int], normalise: str) 
             judged = {"group": mates, "batch": rewards}.get(normalise, [])
             spread = statistics.stdev(judged) if len(judged) > 1 else 0.0
             out.append((reward - statistics.fmean(mates)) / (1.0 if normalise == "none" else spread + 1e-6))
-        elif kind in ("dr_grpo", "reinforce_pp_baseline"):
+        elif kind in ("dr_grpo", "reinforce_pp_baseline", "reward"):
             out.append(reward - statistics.fmean(mates))
         elif kind == "sft":
             out.append(1.0)
-        elif kind in ("dpo", "reward"):
+        elif kind == "dpo":
             out.append(float(np.sign(reward - statistics.fmean(mates))))
         else:
             out.append(reward)

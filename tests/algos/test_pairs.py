@@ -18,16 +18,20 @@ from myxa.core.errors import TrainError
 BETA, SMOOTHING, MARGIN, CENTER = 0.3, 0.2, 0.7, 0.01
 
 
-def batch(seed: int, *, num_pairs: int = 5) -> tuple[TokenBatch, list[tuple[int, int]]]:
-    """Samples of unequal length in any order; of each pair the numbers of the better and the worse one."""
+def batch(seed: int, *, num_pairs: int = 5, longest: int = 6) -> tuple[TokenBatch, list[tuple[int, int]]]:
+    """Samples of unequal length in any order; of each pair the numbers of the better and the worse one. Scores
+    (`longest` = 1) have margins."""
     rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     places = rng.sample(range(2 * num_pairs), 2 * num_pairs)
     pairs = list(zip(places[::2], places[1::2], strict=True))
-    sample_T = torch.repeat_interleave(torch.arange(2 * num_pairs), torch.tensor([rng.randint(1, 6) for _ in places]))
+    sample_T = torch.repeat_interleave(
+        torch.arange(2 * num_pairs), torch.tensor([rng.randint(1, longest) for _ in places])
+    )
     pair_S, signs_S = torch.zeros(2 * num_pairs, dtype=torch.int64), torch.zeros(2 * num_pairs, dtype=torch.float64)
     for number, (better, worse) in enumerate(pairs):
         pair_S[[better, worse]] = number
-        signs_S[better], signs_S[worse] = 1, -1
+        signs_S[better] = 1 if longest > 1 else (1 + MARGIN * number) / 2
+        signs_S[worse] = -signs_S[better]
 
     def drawn() -> Tensor:
         return -torch.rand(len(sample_T), generator=noise, dtype=torch.float64) - 0.05
@@ -59,7 +63,7 @@ def by_hand(name: str, tokens: TokenBatch, pairs: list[tuple[int, int]]) -> Tens
             gap = live[0].mean() - live[1].mean() - MARGIN / BETA
             loss = -logsigmoid(BETA * gap) * (1 - SMOOTHING) - logsigmoid(-BETA * gap) * SMOOTHING
         elif name == "bradley_terry":
-            loss = -logsigmoid(chosen - rejected) + CENTER * (chosen + rejected) ** 2
+            loss = -logsigmoid(chosen - rejected - MARGIN * len(found)) + CENTER * (chosen + rejected) ** 2
         else:
             a, b = live[0].mean(), live[1].mean()
             odds = (a - b) - (torch.log1p(-torch.exp(a)) - torch.log1p(-torch.exp(b)))
@@ -79,7 +83,7 @@ def config(name: str) -> AlgoConfig:
 @pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "orpo", "bradley_terry"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_loss_and_gradient_are_those_of_the_formula(name: str, seed: int) -> None:
-    tokens, pairs = batch(seed)
+    tokens, pairs = batch(seed, longest=1 if name == "bradley_terry" else 6)
     found = policy_objective(tokens, config(name), Normaliser(tokens=1, samples=2 * len(pairs)))
     wanted = by_hand(name, tokens, pairs)
     (own,) = torch.autograd.grad(found.loss, tokens.logprobs_T)

@@ -133,7 +133,7 @@ def test_each_pair_is_trained_once_though_trainer_and_rollout_actor_are_killed(t
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "2 + 3 =", "chosen": "5", "rejected": "23"},
+        {"prompt": "2 + 3 =", "chosen": "5", "rejected": "23", "metadata": {"margin": "wide"}},
         {"prompt": asked("2 + 3 ="), "chosen": said("5"), "rejected": said("23")},
         {"chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
         {"prompt": "2 + 3 =", "chosen": asked("2 + 3 =") + said("5"), "rejected": asked("2 + 3 =") + said("23")},
@@ -149,6 +149,7 @@ def test_the_forms_of_a_pair_mean_the_same(tmp_path: Path, row: dict[str, object
     prompt = open_prompts(load_config(file, [f"data.{name}" for name in names])).prompt(0)
     assert [(one.role, one.content) for one in prompt.messages] == [("user", "2 + 3 =")]
     assert [[one["content"] for one in prompt.metadata[name]] for name in ("chosen", "rejected")] == [["5"], ["23"]]
+    assert prompt.metadata["margin"] == 0.0
 
 
 def test_a_pair_of_which_one_answer_is_too_long_is_left_out_whole(tmp_path: Path) -> None:
@@ -181,6 +182,8 @@ def test_a_space_before_the_first_difference_belongs_to_the_answers(tmp_path: Pa
         ({"prompt": "a", "chosen": "", "rejected": "b"}, '"chosen" holds nothing'),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, '"chosen" holds nothing'),
         ({"prompt": "a", "chosen": "b", "rejected": 7}, '"rejected" holds int'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "gap": -1}, '"gap" holds -1'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "gap": "2"}, "\"gap\" holds '2'"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
         ({"chosen": "ab", "rejected": "abc"}, "beginning of the other"),
         ({"chosen": asked("a") + said("b"), "rejected": asked("c") + said("d")}, "no prompt"),
@@ -191,8 +194,9 @@ def test_a_space_before_the_first_difference_belongs_to_the_answers(tmp_path: Pa
 def test_a_row_that_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: dict[str, object], says: str) -> None:
     file = recipe(tmp_path)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    sets = ("algo.kind=reward", "data.margin_key=gap") if "gap" in row else ()
     with pytest.raises(DataError, match=says) as caught:
-        open_prompts(load_config(file))
+        open_prompts(load_config(file, sets))
     assert "pairs.jsonl" in str(caught.value)
 
 
@@ -208,6 +212,7 @@ def test_a_row_that_is_no_pair_is_refused_with_its_place(tmp_path: Path, row: di
         ("eval.every=2", "eval.every"),
         ("data.chosen_key=good data.preset=slime", "data.chosen_key"),
         ("algo.center_coef=0.1", "algo.center_coef"),
+        ("data.margin_key=gap", "data.margin_key"),
         ("algo.loss=bradley_terry", "algo.loss"),
         ("algo.kind=reward algo.beta=0.2", "algo.beta"),
         ("algo.kind=reward algo.loss=dpo", "algo.loss"),
