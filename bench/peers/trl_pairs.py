@@ -2,7 +2,8 @@
 
     python bench/peers/trl_pairs.py [--steps 40]
 
-DPO, IPO and a reward model whose head begins at zero. TRL runs in the peers' environment, as `trl_pairs.py FOLDER`.
+DPO, IPO and a reward model with margins, whose head begins at zero. TRL runs in the peers' environment, as
+`trl_pairs.py FOLDER`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ def rows(count: int) -> list[dict[str, Any]]:
         a, b = rng.randrange(1000), rng.randrange(1000)
         said = {"chosen": str(a + b), "rejected": f"{a}{b} or so"}
         pair = {name: [{"role": "assistant", "content": text}] for name, text in said.items()}
-        return {"prompt": [{"role": "user", "content": f"{a} + {b} ="}], **pair}
+        margin = rng.choice([0.0, 0.5, 1.0])
+        return {"prompt": [{"role": "user", "content": f"{a} + {b} ="}], **pair, "margin": margin}
 
     return [row() for _ in range(count)]
 
 
 def ours(folder: Path, loss: str, num_steps: int) -> list[float]:
     """Of a run of `myxa up`."""
-    algo = f'kind = "reward"\ncenter_coef = {CENTER}' if loss == "bradley_terry" else f'kind = "dpo"\nloss = "{loss}"'
+    algo, margin = f'kind = "dpo"\nloss = "{loss}"', ""
+    if loss == "bradley_terry":
+        algo, margin = f'kind = "reward"\ncenter_coef = {CENTER}', 'margin_key = "margin"'
     (folder / "run.toml").write_text(
         f'[run]\nname = "{loss}"\nnum_steps = {num_steps}\n[model]\npath = "model"\n'
-        f'[data]\ntrain = "pairs.jsonl"\nshuffle = false\n[algo]\n{algo}\nbatch_size = {BATCH}\n'
+        f'[data]\ntrain = "pairs.jsonl"\nshuffle = false\n{margin}\n[algo]\n{algo}\nbatch_size = {BATCH}\n'
         f"[optimizer]\nlr = {RATE}\n[trainer]\nexport_at_end = false\n"
     )
     command = [sys.executable, "-m", "myxa.launch", "up", "run.toml", "--quiet"]
