@@ -143,13 +143,16 @@ def used_mib() -> float:
 def run(
     folder: Path, sets: list[str], environment: dict[str, str], num_steps: int, limit_s: float, report: Report
 ) -> Watched:
-    """One run of verl, with the seconds at which its stages pass; nothing of it is left."""
-    began, found, case = time.monotonic(), Watched(), folder.name
+    """One run of verl, with the seconds at which its stages pass; nothing of it is left. What it prints goes through a
+    file: a process that it leaves behind could hold a pipe open for ever."""
+    began, found, case, waiting = time.monotonic(), Watched(), folder.name, dict(MARKS)
     folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *sets],
-        cwd=folder, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    printed, log = folder / "printed.txt", folder / "verl.log"
+    with printed.open("wb") as to:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *sets],
+            cwd=folder, env=environment, stdout=to, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     seen: dict[int, psutil.Process] = {process.pid: psutil.Process(process.pid)}
 
     def watch() -> None:
@@ -157,34 +160,39 @@ def run(
             with contextlib.suppress(psutil.Error):
                 seen.update({one.pid: one for one in seen[process.pid].children(recursive=True)})
             found.peak_mib = max(found.peak_mib, used_mib())
-            passed_s = time.monotonic() - began
-            if passed_s > limit_s or (len(found.at_s) == num_steps and passed_s > found.at_s[-1] + LEAVING_S):
-                found.ended = "" if len(found.at_s) == num_steps else f"it was ended after {limit_s:.0f} s"
-                end([one for one in seen.values() if one.is_running()])
-            time.sleep(1.0)
-        end([one for one in seen.values() if one.is_running()])  # who holds its output, too: reading would not end
+            time.sleep(0.5)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    waiting = dict(MARKS)
-    assert process.stdout is not None
-    with (folder / "verl.log").open("w", encoding="utf-8") as log:
-        for line in process.stdout:
+    with printed.open("r", encoding="utf-8", errors="replace") as lines, log.open("w", encoding="utf-8") as stamped:
+        rest = ""
+        while True:
+            is_over = process.poll() is not None
+            rest += lines.read()
             passed_s = time.monotonic() - began
-            log.write(f"{passed_s:7.1f} {line}")
-            log.flush()
-            for pattern in [pattern for pattern in waiting if re.search(pattern, line)]:
-                report.say(f"- {case}, {passed_s:.1f} s: {waiting.pop(pattern)}")
-            step = read_step(line)
-            if step is not None:
-                found.steps.append(step)
-                found.at_s.append(passed_s)
-                parts = ", ".join(f"{name} {number(step.get(f'timing_s/{name}'))}" for name in PARTS)
-                report.say(f"- {case}, {passed_s:.1f} s: step {len(found.steps)}, {parts}")
+            *whole, rest = rest.split("\n")
+            for line in whole:
+                stamped.write(f"{passed_s:7.1f} {line}\n")
+                for pattern in [pattern for pattern in waiting if re.search(pattern, line)]:
+                    report.say(f"- {case}, {passed_s:.1f} s: {waiting.pop(pattern)}")
+                step = read_step(line)
+                if step is not None:
+                    found.steps.append(step)
+                    found.at_s.append(passed_s)
+                    parts = ", ".join(f"{name} {number(step.get(f'timing_s/{name}'))}" for name in PARTS)
+                    report.say(f"- {case}, {passed_s:.1f} s: step {len(found.steps)}, {parts}")
+            if is_over:
+                break
+            is_done = len(found.steps) >= num_steps
+            if passed_s > limit_s or (is_done and passed_s > found.at_s[-1] + LEAVING_S):
+                found.ended = "" if is_done else f"it was ended after {limit_s:.0f} s"
+                break
+            time.sleep(0.02)
+    end([one for one in list(seen.values()) if one.is_running()])
     status = process.wait()
     watcher.join(15.0)
     if status and not found.ended and len(found.steps) < num_steps:
-        found.ended = f"it ended with {status}: {(folder / 'verl.log').read_text(encoding='utf-8')[-3000:]}"
+        found.ended = f"it ended with {status}: {log.read_text(encoding='utf-8')[-3000:]}"
     return found
 
 
