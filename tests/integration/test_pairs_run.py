@@ -32,6 +32,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES, EXAMPLE = EXAMPLES / "pairs", EXAMPLES / "reward_model"
 
 
+@pytest.fixture(autouse=True)
+def compiler_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which transformers' models have torch make."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
 def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -89,14 +95,31 @@ def killed_twice(folder: Path, file: Path, *more: str) -> Path:
     return run_dir
 
 
-def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def example(folder: Path) -> None:
+    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
+    subprocess.run([sys.executable, "pairs.py"], cwd=folder, check=True, timeout=30)
+    make_tiny_model(folder / "model", preset="0p5m", seed=0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_run_learns_what_the_reward_model_likes(tmp_path: Path) -> None:
+    """The example's commands."""
+    example(tmp_path)
+    run_dir = tmp_path
+    for name in ("reward", "rl"):
+        done = run("up", f"{name}.toml", folder=tmp_path, timeout_s=140)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (run_dir,) = (tmp_path / "runs").glob(f"{name}-*")
+        if name == "reward":
+            shutil.copytree(run_dir / "export", tmp_path / "judge")
+    rewards = [row["values"]["reward/mean"] for row in metrics(run_dir) if "reward/mean" in row["values"]]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1.5
+
+
+def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_others(tmp_path: Path) -> None:
     """The example, whose reward function then loads what was exported."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
-    subprocess.run([sys.executable, "pairs.py"], cwd=tmp_path, check=True, timeout=30)
-    make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
+    example(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
     too_long = {"prompt": "a", "chosen": "b" * 3000, "rejected": "c"}
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, too_long)))
