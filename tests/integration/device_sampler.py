@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -11,6 +12,9 @@ from tests.harness.run_job import worker_pids
 
 from myxa.core.errors import MemoryFault
 from myxa.memory.arenas.host_vmm import device_bytes
+
+LOOK_S = 0.1
+"""A look that took longer does not count: memory may have gone to another actor and back meanwhile."""
 
 
 @dataclass
@@ -48,16 +52,15 @@ class Sampler:
                     self._look(device, pids)
 
     def _look(self, device: str, pids: dict[str, int]) -> None:
+        begun_s = time.monotonic()
         try:
-            first = {name: device_bytes([pids[name]], device) for name in self.trainers}
-            other = {name: device_bytes([pids[name]], device) for name in self.rollouts}
-            again = {name: device_bytes([pids[name]], device) for name in self.trainers}
+            first, again = ({name: device_bytes([pid], device) for name, pid in pids.items()} for _ in range(2))
         except (OSError, MemoryFault):  # a process that ends between two looks
             return
-        if first == again:  # else the two were read at two moments, between which memory changed hands
+        if first == again and time.monotonic() - begun_s < LOOK_S:
             self.num_looks += 1
-            self.highest[device] = max(self.highest.get(device, 0), sum(first.values()) + sum(other.values()))
-            for name, num_bytes in (first | other).items():
+            self.highest[device] = max(self.highest.get(device, 0), sum(first.values()))
+            for name, num_bytes in first.items():
                 for key in (name, f"{name} {device}"):
                     self.seen[key] = max(self.seen.get(key, 0), num_bytes)
 
