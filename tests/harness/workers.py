@@ -7,11 +7,13 @@ worker says which test it begins, what came of it, and that it wants another fil
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
 import tempfile
 import traceback
+import warnings
 from collections import deque
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
@@ -23,6 +25,8 @@ from tests.harness import commands
 from tests.harness.own_segments import WORKER
 
 NO_FILE = -1
+LAZY = ("openai.resources.responses", "sympy.physics.units", "transformers.activations")
+"""Modules that libraries import when they are first used, half a second each."""
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -188,10 +192,13 @@ class Crew:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Servers that the whole suite needs import while this process does."""
+    """Servers that the whole suite needs import while this process does; and what most workers would import."""
     if session.config.getoption("workers") and TESTS in (Path(path).resolve() for path in session.config.args):
         for server in (commands.COMMANDS, commands.MEGATRON):
             commands.begin(server)
+        with warnings.catch_warnings(action="ignore"):
+            for name in LAZY:
+                importlib.import_module(name)
 
 
 @pytest.hookimpl(tryfirst=True)
