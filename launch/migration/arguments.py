@@ -45,21 +45,22 @@ def _nested(opens: str, closes: str) -> str:
 DOLLAR = rf"\${_nested('(', ')')}|`[^`]*`|\${_nested('{', '}')}|\$\w+|\$[@*?!$-]|\$(?![({{])"
 PIECE = rf"""'[^']*'|"(?:[^"\\$`]++|\\.|{DOLLAR})*+"|{DOLLAR}|\\."""
 WORD = rf"""(?:{PIECE}|[^\s;&|()<>'"`$\\])"""
+SPACE = r"(?:[ \t]|\\\n)+|(?<![^\s;&|()])\#[^\n]*"
 TOKEN = re.compile(
-    rf"""(?:[ \t]|\\\n)+|(?<![^\s;&|()])\#[^\n]*
+    rf"""{SPACE}|function[ \t]+\w+(?=[ \t(])|\d*&?(?:<<<|>>|[<>](?!<))&?[ \t]*{WORD}*+
     |<<-?[ \t]*['"]?(?P<here>[A-Za-z]\w*)[^\n]*+(?:\n(?![ \t]*(?P=here)\n)[^\n]*+)*+\n[ \t]*(?P=here)(?=\n)
-    |\d*&?(?:<<<|>>|[<>](?!<))&?[ \t]*{WORD}*+|(?P<sign>[\n;&|()])|(?P<word>{WORD}++)""",
+    |(?P<array>\w+\+?)=\((?P<body>(?:{SPACE}|\n|{WORD})*+)\)|(?P<end>[\n;&|()])|(?P<word>(?!\w+\+?=\(){WORD}++)""",
     re.VERBOSE | re.DOTALL,
 )
-"""What is between words (comments, here-documents and redirections too), a sign that ends a statement, or a word."""
+"""What is between words (comments, redirections, here-documents), an array, the end of a statement, or a word."""
 PIECES, IN_QUOTES = re.compile(PIECE, re.DOTALL), re.compile(rf"\\.|{DOLLAR}", re.DOTALL)
-ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
+ALL_OF_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
 PARAMETER = re.compile(r"(\w+)(?::?[-=](.*))?", re.DOTALL)
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OPENS = ("if", "for", "while", "until", "case", "select")
 DEPTHS = {
     **dict.fromkeys((*OPENS, "{"), 1), **dict.fromkeys(("fi", "done", "esac", "}"), -1),
-    **dict.fromkeys(("then", "do", "else", "elif", "!", "exec", "time", "function"), 0),
+    **dict.fromkeys(("then", "do", "else", "elif", "!", "exec", "time"), 0),
     **dict.fromkeys(("export", "declare", "local", "readonly"), 0),
 }  # fmt: skip
 """Words before a command -> the blocks that they open."""
@@ -140,66 +141,54 @@ class Script:
         self.arrays: dict[str, list[Given]] = {}
 
     def commands(self) -> Iterator[list[Given]]:
-        """Statements without their assignments, which are carried out. What is not done is remarked."""
-        for words in self._statements():
-            while words and words[0].value in DEPTHS:
-                first, line = words.pop(0)
-                self.depth = max(0, self.depth + DEPTHS[first])
-                del words[: first == "function"]  # its name
-                if first in OPENS:
-                    self.found.remark(line, f"`{first}` is not run; what it sets is not known here")
-            while words and (named := ASSIGNMENT.fullmatch(words[0].value)):
+        """Words of each statement but its assignments, which are carried out. What is not done is remarked."""
+        words: list[Given] = []
+        for token in self._tokens(self.text):
+            word = token["word"] or ""
+            named = ASSIGNMENT.match(word) if not words else None
+            if not words and word in DEPTHS:
+                self.depth = max(0, self.depth + DEPTHS[word])
+                if word in OPENS:
+                    self.found.remark(self.line, f"`{word}` is not run; what it sets is not known here")
+            elif token["array"]:
+                self._set_array(token["array"], token["body"])
+            elif named is not None:
                 before = self.variables.get(named[1], "") if named[2] else ""
-                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth else self._counted(before + named[3])
-                words.pop(0)
-            if words and words[0].value in OTHER_CODE:
-                self.variables |= {word.value: f"${{{word.value}}}" for word in words}
-                said = " ".join(word.value for word in words)
-                self.found.remark(words[0].line, f"{said:.80}: what that sets is not known here")
-            elif words:
-                yield words
-
-    def _statements(self) -> Iterator[list[Given]]:
-        at, words = 0, list[Given]()
-        above: list[Given] | None = None  # an array is open: the words before it, and its name
-        while at < len(self.text):
-            token = TOKEN.match(self.text, at)
-            if token is None:
-                raise self.found.error(self.line, "what begins here has no end, or is nested too deep")
-            at = token.end()
-            if token["word"]:
-                words += self._words(token["word"])
-            elif token["sign"] == "(" and above is None and words and ASSIGNMENT.fullmatch(words[-1].value):
-                above, words = words, []
-            elif token["sign"] == ")" and above is not None:
-                self._set_array(above.pop(), words)
-                words, above = above, None
-            elif token["sign"] and above is None:
+                value = before + PIECES.sub(self._piece, word[named.end() :]).replace(SPLIT, " ")
+                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth else self._counted(value)
+            elif word:
+                words += self._words(word)
+            elif token["end"] and words:
                 yield words
                 words = []
-            self.line += token[0].count("\n")
-        if above is not None:
-            raise self.found.error(above[-1].line, "the array that begins here has no end")
 
-    def _set_array(self, opened: Given, words: list[Given]) -> None:
-        name = opened.value.rstrip("+=")
+    def _tokens(self, text: str) -> Iterator[re.Match[str]]:
+        at = 0
+        while at < len(text):
+            token, line = TOKEN.match(text, at), self.line
+            if token is None:
+                raise self.found.error(line, "what begins here has no end, or is nested too deep")
+            yield token
+            at, self.line = token.end(), line + token[0].count("\n")
+
+    def _set_array(self, name: str, body: str) -> None:
         if self.depth:
-            said = " ".join(word.value for word in words)
-            self.found.remark(opened.line, f"{name}=({said}) within a block, which is not run: not taken")
-        else:
-            self.arrays[name] = [*(self.arrays.get(name, []) if "+" in opened.value else []), *words]
+            said = " ".join(body.split())
+            self.found.remark(self.line, f"{name}=({said}) within a block, which is not run: not taken")
+            return
+        words = [word for token in self._tokens(body) if token["word"] for word in self._words(token["word"])]
+        self.arrays[name.rstrip("+")] = [*(self.arrays.get(name[:-1], []) if name[-1] == "+" else []), *words]
 
     def _words(self, text: str) -> list[Given]:
         """Of one as it is written: none or several where a value without quotes, or an array, has so many."""
-        if array := ARRAY.fullmatch(text):
-            if array[1] not in self.arrays:
+        if array := ALL_OF_ARRAY.fullmatch(text):
+            words = self.arrays.get(array[1])
+            if words is None:
                 self.found.remark(self.line, f"the array {array[1]} is made in another file or a block: not read")
-            words = self.arrays.get(array[1], [])
-            self._counted("".join(word.value for word in words))
-            return words
+            self._counted("".join(word.value for word in words or []))
+            return words or []
         made = PIECES.sub(self._piece, text)
-        pieces = [made.replace(SPLIT, " ")] if ASSIGNMENT.match(made) else made.split(SPLIT)
-        return [Given(piece, self.line) for piece in pieces if made or text[0] != "$"]
+        return [Given(piece, self.line) for piece in made.split(SPLIT) if made or text[0] != "$"]
 
     def _piece(self, found: re.Match[str]) -> str:
         text = found[0]
@@ -253,7 +242,10 @@ def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
     script, called, plain = Script(found), list[Given](), list[Given]()
     for words in script.commands():
         place = next((number for number, word in enumerate(words) if program.search(word.value)), None)
-        if place is None:
+        if words[0].value in OTHER_CODE:
+            script.variables |= {word.value: f"${{{word.value}}}" for word in words}
+            found.remark(words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known")
+        elif place is None:
             plain += words
         elif found.program:
             found.remark(words[0].line, f"a second call of {words[place].value}: not read")
