@@ -161,6 +161,8 @@ def convert(key: str, how: str, values: list[Any]) -> Keys:
     """By the name in the table: for `*` a function of this file. Raises Hand, and what arithmetic raises."""
     if key == "*":
         return globals()[how](*(scalar(value) for value in values))
+    if values[0] is None:
+        return {}
     if how.startswith("map "):
         choices = dict(word.split("=") for word in how.split()[1:])
         if (name := str(scalar(values[0]))) not in choices:

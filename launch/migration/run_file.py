@@ -80,44 +80,44 @@ class Migration:
         return f"{text.strip():.100} (line {line})"
 
     def says(self, kind: str, names: Sequence[str], sentence: str) -> None:
+        self.seen.update(names)
         self.listed.update(names)
-        self.lists[kind].append(f"{'; '.join(self.shown(name) for name in names)}: {sentence}")
+        self.lists[kind].append(f"{'; '.join(map(self.shown, names))}{': ' if names else ''}{sentence}")
 
     def apply(self, row: PeerRow) -> None:
         """Convert or list the arguments that the row names."""
         given = self.found.given
+        names = tuple(dict.fromkeys(name for name in row.names if name in given))
+        fits = (name for name in given if any(fnmatchcase(name, one) for one in row.names))
+        fresh = [name for name in fits if name not in self.seen]
         if row.only_if and (row.only_if not in given or scalar(given[row.only_if].value) is not True):
-            uses = []
             self.seen.update((row.only_if, *row.names))
-        elif row.key == "*":
-            names = tuple(dict.fromkeys(name for name in row.names if name in given))
-            uses = [names] if row.how.endswith("!") or not self.seen.issuperset(names) else []
-        elif row.key and "*" not in row.key:
-            uses = [(row.names[0],)] if row.names[0] in given else [()] if row.defaults else []
-        else:
-            fresh = [name for name in given if name not in self.seen]
-            uses = [(name,) for name in fresh if any(fnmatchcase(name, one) for one in row.names)]
+        elif not row.key:
+            for name in fresh:
+                self.says("gone" if given[name].value is None else row.how, [name], row.remark)
             if row.names == ("@",):
-                self.lists[row.how].append(row.remark)
-        for names in uses:
-            self._use(row, names)
-            self.seen.update(names)
+                self.says(row.how, (), row.remark)
+        elif "*" in row.key[1:]:
+            for name in fresh:
+                rest = name.removeprefix(row.names[0].rstrip("*")).replace("-", "_")
+                self._use(row, row.key.replace("*", rest), (name,))
+        elif row.how.endswith("!") or (fresh if row.key == "*" else names or row.defaults):
+            self._use(row, row.key, names)
 
-    def _use(self, row: PeerRow, names: tuple[str, ...]) -> None:
-        key, own = row.key, "your function; its arguments are others here" if row.how == "function" else ""
-        if names and not key:
-            self.says(row.how, names, row.remark)
-        if names and "*" in key[1:]:
-            key = key.replace("*", names[0].removeprefix(row.names[0].rstrip("*")).replace("-", "_"))
-        asked = row.names if key == "*" else names or row.names
+    def _use(self, row: PeerRow, key: str, names: tuple[str, ...]) -> None:
+        asked = names if "*" in row.key[1:] else row.names
         values = [self._value(row, *one) for one in zip_longest(asked, row.defaults, fillvalue="-")]
+        own = "your function; its arguments are others here" if row.how == "function" else ""
         try:
-            made = convert(key, row.how.rstrip("!"), values) if key == "*" or (key and values[0] is not None) else {}
+            made = convert(key, row.how.rstrip("!"), values)
         except (Hand, TypeError, ValueError, ArithmeticError) as cause:
             made = {"": str(cause) if isinstance(cause, Hand) else f"has a form that is not understood ({key})"}
         own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
         if own:
             self.says("hand", names, f"{own}{f' ({row.remark})' if row.remark else ''}")
+        if not made and (fresh := [name for name in names if name not in self.seen]):
+            self.says("gone", fresh, "changes nothing as it is set")
+        self.seen.update(names)
         self._write(row, made, (row.only_if, *names) if row.only_if else names)
 
     def _value(self, row: PeerRow, name: str, default: str) -> Any:
@@ -136,8 +136,6 @@ class Migration:
     def _write(self, row: PeerRow, made: dict[str, Any], names: tuple[str, ...]) -> None:
         default = self.found.program if row.names == ("@program",) else ""
         source = "; ".join(map(self.shown, names)) or default or f"{self.peer}'s default"
-        if fresh := [name for name in names if name not in self.seen | self.listed and not made]:
-            self.says("gone", fresh, "changes nothing as it is set")
         for key, value in made.items():
             before = self.values.pop(key, ("", "", ()))[2]
             self.values[key] = value, source + (f": {row.remark}" if row.remark and names else ""), names
