@@ -323,6 +323,9 @@ def _put_yaml(name: str, text: str, line: int, found: GivenArguments) -> None:
     if re.search(r"[\s,\[:]&\w", text) and re.search(r"[\s,\[:]\*\w", text):
         raise found.error(line, "anchors and aliases (&name, *name) are not read: write each value out")
     try:
-        put(name, loader(text or "null").get_single_node())
+        if node := loader(text or "null").get_single_node():
+            put(name, node)
+        else:  # a comment alone
+            found.put(name, text, line)
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise found.error(line, f"{name} is no YAML: {' '.join(str(error).split())}") from None

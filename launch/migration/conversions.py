@@ -133,7 +133,7 @@ def placement(nodes: Any, gpus: Any, size: Any, rollout: Any, shares: Any, fract
     if flag(shares):
         first, used, places = 0, gpus, [*range(nodes)]
         made = {"memory.share": "switch", "memory.workspace_mb": 12288, "sglang.mem_fraction_static": fraction}
-        made |= {"weights.channel": "disk"} if nodes > 1 else {}
+        made |= {"weights.channel": "disk", "roles.memory.nodes": places} if nodes > 1 else {}
     elif nodes == 1 and gpus + wanted <= 8:
         first, used, places = gpus, wanted, [0]
     if used % size:
@@ -157,10 +157,16 @@ def reward_file(path: Any, name: Any) -> Keys:
     return {} if path is None else {"reward.fn": f"{path}:{name}"}
 
 
+OF_TEXTS = ("staleness", "columns", "eval_sets", "reward_file")
+
+
 def convert(key: str, how: str, values: list[Any]) -> Keys:
     """By the name in the table: for `*` a function of this file. Raises Hand, and what arithmetic raises."""
     if key == "*":
-        return globals()[how](*(scalar(value) for value in values))
+        made = [scalar(value) for value in values]
+        if how not in OF_TEXTS and any(isinstance(one, (str, list, dict)) for one in made):
+            raise Hand("is no number")  # a text times a number would be a long one
+        return globals()[how](*made)
     if values[0] is None:
         return {}
     if how.startswith("map "):

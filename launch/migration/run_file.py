@@ -4,6 +4,7 @@ came, and lists of all the rest. What becomes of an argument is in `peers.table`
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -29,9 +30,8 @@ LISTS = {
 KEEPS_GAPS = ("text", "function", "paths", "eval_sets", "trackers", "reward_file")
 NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
 """Key that a run file must have -> a name that stands for the user's."""
-SIZES = tuple(f"megatron.{size}" for size in ("tp", "pp", "vpp", "cp", "ep", "etp"))
-INSTEAD = {"roles.trainer.count": SIZES, "optimizer.decay_steps": ("optimizer.schedule",)}
-"""Key that the loader names -> those that go, so that the file loads."""
+SIZES = ["megatron.tp", "megatron.pp", "megatron.vpp", "megatron.cp", "megatron.ep", "megatron.etp"]
+"""What goes where they do not divide the number of ranks."""
 GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sglang.", "engine.", "weights.", "eval.")
 """Beginnings of keys that supervised training does not have."""
 
@@ -100,7 +100,10 @@ class Migration:
         elif "*" in row.key[1:]:
             for name in fresh:
                 rest = name.removeprefix(row.names[0].rstrip("*")).replace("-", "_")
-                self._use(row, row.key.replace("*", rest), (name,))
+                if re.fullmatch(r"\w+", rest):
+                    self._use(row, row.key.replace("*", rest), (name,))
+                else:
+                    self.says("hand", [name], f"is no name that {row.key} can have")
         elif row.how.endswith("!") or (fresh if row.key == "*" else names or row.defaults):
             self._use(row, row.key, names)
 
@@ -110,6 +113,7 @@ class Migration:
         own = "your function; its arguments are others here" if row.how == "function" else ""
         try:
             made = convert(key, row.how.rstrip("!"), values)
+            tomllib.loads(f"made = {toml_value(list(made.values()))}")
         except (Hand, TypeError, ValueError, ArithmeticError) as cause:
             made = {"": str(cause) if isinstance(cause, Hand) else f"has a form that is not understood ({key})"}
         own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
@@ -158,16 +162,21 @@ class Migration:
             self.says(kind, [name], "writes nothing as it is set" if name in self.seen else "is not in the table")
 
     def _refused(self, problem: Finding) -> bool:
-        """Take away what makes the loader refuse a key: that key, what decides it, or what is beside it."""
-        key, section = problem.key, "" if problem.key.startswith("roles.") else problem.key.partition(".")[0]
+        """Take away what makes the loader refuse a key: that key, what its message names, or what is beside it."""
+        key, why = problem.key, " ".join(str(problem.error).split())
         left = [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
+        named = [one for one in left if f"{one} " in why]
+        beside = [one for one in left if one.partition(".")[0] == key.partition(".")[0] != "roles"]
         ways = (
-            [one for one in INSTEAD.get(key, ()) if one in left],
+            [one for one in SIZES if one in left and key == "roles.trainer.count"],
             [one for one in left if f"{key}.".startswith(f"{one}.")],
-            *([one for one in left if one.startswith(f"{above}.")] for above in (key, section)),
+            [one for one in named if one in beside],
+            named,
+            [one for one in left if one.startswith(f"{key}.")],
+            beside,
         )
         fits = next(filter(None, ways), list[str]())
-        self._take_away(fits, "hand", " ".join(str(problem.error).split()))
+        self._take_away(fits, "hand", why)
         return bool(fits)
 
     def _take_away(self, keys: Sequence[str], kind: str, why: str) -> None:
@@ -184,9 +193,8 @@ class Migration:
         """The run file."""
         tables: dict[str, list[str]] = {}
         for key, (value, comment, _) in self.values.items():
-            table, _, name = key.rpartition(".")
-            shown = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
-            tables.setdefault(table, []).append(f"{shown} = {toml_value(value)}  # {_plain(comment)}")
+            *above, name = (one if re.fullmatch(r"[A-Za-z0-9_-]+", one) else toml_value(one) for one in key.split("."))
+            tables.setdefault(".".join(above), []).append(f"{name} = {toml_value(value)}  # {_plain(comment)}")
         lines = [f"# Made by `myxa migrate {self.peer}`. Beside each value: the argument that it came from."]
         for table, pairs in tables.items():
             lines += ["", f"[{table}]", *pairs]

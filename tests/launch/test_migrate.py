@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_async_slime_on_gpus_of_its_own(tmp_path: Path) -> None:
     _, table = made("slime", text, tmp_path)
     assert table["async"]["max_staleness"] == 1
     assert (table["roles"]["trainer"]["devices"], table["roles"]["rollout"]["devices"]) == ("0-3", "4-7")
+
+
+def test_turns_on_the_gpus_of_several_nodes(tmp_path: Path) -> None:
+    text = (
+        "python train.py --hf-checkpoint /m --num-rollout 5 --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate"
+    )
+    _, table = made("slime", text, tmp_path)
+    assert table["memory"]["share"] == "switch"
+    assert [table["roles"][role]["nodes"] for role in ("trainer", "rollout", "memory")] == [[0, 1]] * 3
 
 
 def test_supervised_slime(tmp_path: Path) -> None:
@@ -241,15 +251,60 @@ def test_any_value_is_taken_or_listed(peer: Peer, tmp_path: Path) -> None:
     seed = 7
     print(f"seed {seed}")
     drawn = random.Random(seed)
-    values = ("-1", "0", "1e999", "nan", "true", "''", "x", "${GAP}", "[1,2]", "99999999999", "{}")
-    values += ('"a\x07\x7f"',) if peer == "slime" else ("é",)  # YAML has no such letters: refused, with the key
-    names = [name for row in rows(peer) for name in row.names if re.match("[a-z]", name) and "*" not in name]
-    for _ in range(12):
-        some = drawn.sample(names, 12)
-        form = "--{} {}" if peer == "slime" else "x{}={}"
+    values = (
+        "-1",
+        "0",
+        "8",
+        "1.5",
+        "1e999",
+        "nan",
+        "true",
+        "False",
+        "''",
+        "x",
+        "a.b.c",
+        "${GAP}",
+        "[1,2]",
+        "[null]",
+        "null",
+    )
+    values += ("99999999999", "{}", "'[1, {}]'", "$((2*3))", "'#x'", "sft_loss", "wandb", "'é'")
+    values += ('"a\x07\x7f"', "1 x", "[1] null ''") if peer == "slime" else ()  # YAML has no such letters
+    names = [name for row in rows(peer) for name in (row.only_if, *row.names) if re.match("[a-z*]", name)]
+    for _ in range(20):
+        some = [name.replace("*", drawn.choice(("a", "b-c", "a.b", "api-key"))) for name in drawn.sample(names, 30)]
+        form = "--{} {}" if peer == "slime" else "{}={}"
         words = [form.format(name, drawn.choice(values)) for name in some]
         text = "python -m verl.trainer.main_ppo " if peer == "verl" else "python train.py "
-        made(peer, text + " ".join(word.removeprefix("x") for word in words), tmp_path)
+        made(peer, text + " ".join(words), tmp_path)
+
+
+def test_hostile_values(tmp_path: Path) -> None:
+    """Each of them once made a file that did not load, or used up all memory."""
+    arguments = (
+        "--max-tokens-per-gpu x --context-parallel-size 99999999999",
+        "--actor-num-nodes 99999999999 --actor-num-gpus-per-node x",
+        "--eps-clip-c -1 null a",
+        "--rollout-max-context-len 8",
+        "--eval-prompt-data a.b /f 'c]' /g",
+        "'--sglang-a.b\"]' 1",
+        "'--sglang-.' 1 '--sglang-' 2 '--sglang-a' 3 '--sglang-a.b' 4",
+    )
+    for each in arguments:
+        made("slime", f"python train.py {each}", tmp_path)
+
+
+def test_the_same_file_makes_the_same_text(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SLIME)
+    texts = set[str]()
+    for seed in ("1", "2", "3"):
+        asked = [sys.executable, "-m", "myxa", "migrate", "slime", "run.sh"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        texts.add(
+            subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60).stdout
+        )
+    assert len(texts) == 1
+    assert "num_steps" in texts.pop()
 
 
 @pytest.mark.parametrize(("peer", "text"), [("slime", SLIME), ("verl", VERL)])
