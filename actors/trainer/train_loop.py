@@ -424,7 +424,7 @@ class TrainLoop:
             oldest_version=version,
             newest_version=version,
             num_errors=len(errors),
-            metrics=means | {"num_errors": float(len(errors))},
+            metrics=means | {"reward": means["accuracy"], "num_errors": float(len(errors))},
         )
 
     @asynccontextmanager

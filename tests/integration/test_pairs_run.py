@@ -142,6 +142,7 @@ def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_ot
     assert told[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert told[40]["eval/accuracy"] == pytest.approx(sum(right) / len(right))
     assert told[40]["eval/num_errors"] == 1
+    assert told[40]["eval/reward"] == told[40]["eval/accuracy"]
     assert len(told) >= 3
 
 
