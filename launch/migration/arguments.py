@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -143,19 +143,21 @@ class Script:
     def commands(self) -> Iterator[list[Given]]:
         """Words of each statement but its assignments, which are carried out. What is not done is remarked."""
         words: list[Given] = []
+        is_joined = False  # after && or ||: done or not
         for token in self._tokens(self.text):
             word = token["word"] or ""
+            is_joined = token["end"] in ("&", "|") if token["end"] else is_joined
             named = ASSIGNMENT.match(word) if not words else None
             if not words and word in DEPTHS:
                 self.depth = max(0, self.depth + DEPTHS[word])
                 if word in OPENS:
                     self.found.remark(self.line, f"`{word}` is not run; what it sets is not known here")
             elif token["array"]:
-                self._set_array(token["array"], token["body"])
+                self._set_array(token["array"], token["body"], is_taken=not self.depth and not is_joined)
             elif named is not None:
                 before = self.variables.get(named[1], "") if named[2] else ""
                 value = before + PIECES.sub(self._piece, word[named.end() :]).replace(SPLIT, " ")
-                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth else self._counted(value)
+                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth or is_joined else self._counted(value)
             elif word:
                 words += self._words(word)
             elif token["end"] and words:
@@ -171,10 +173,10 @@ class Script:
             yield token
             at, self.line = token.end(), line + token[0].count("\n")
 
-    def _set_array(self, name: str, body: str) -> None:
-        if self.depth:
+    def _set_array(self, name: str, body: str, *, is_taken: bool) -> None:
+        if not is_taken:
             said = " ".join(body.split())
-            self.found.remark(self.line, f"{name}=({said}) within a block, which is not run: not taken")
+            self.found.remark(self.line, f"{name}=({said}) depends on what is not run: not taken")
             return
         words = [word for token in self._tokens(body) if token["word"] for word in self._words(token["word"])]
         self.arrays[name.rstrip("+")] = [*(self.arrays.get(name[:-1], []) if name[-1] == "+" else []), *words]
@@ -242,7 +244,7 @@ def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
     script, called, plain = Script(found), list[Given](), list[Given]()
     for words in script.commands():
         place = next((number for number, word in enumerate(words) if program.search(word.value)), None)
-        if words[0].value in OTHER_CODE:
+        if words[0].value in OTHER_CODE or [word.value for word in words[1:2]] == ["in"]:
             script.variables |= {word.value: f"${{{word.value}}}" for word in words}
             found.remark(words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known")
         elif place is None:
@@ -265,19 +267,13 @@ def read_flags(file: Path, program: re.Pattern[str]) -> GivenArguments:
     for word, line in _words_for(program, found):
         if re.match(r"--[A-Za-z]", word):
             name, sign, value = word[2:].partition("=")
-            found.put(name, value if sign else True, line)
+            found.put(name, [value] if sign else [], line)
         elif name:
-            before = found.given[name].value
-            value = (
-                word
-                if before is True
-                else [*cast("list[str]", before), word]
-                if isinstance(before, list)
-                else [before, word]
-            )
-            found.given[name] = found.given[name]._replace(value=value)
+            found.given[name].value.append(word)
         else:
             found.remark(line, f"{word} stands before any argument: not read")
+    for name, (values, line) in found.given.items():
+        found.given[name] = Given(values if len(values) > 1 else values[0] if values else True, line)
     return found
 
 

@@ -153,6 +153,17 @@ def test_what_a_block_or_the_caller_decides_is_not_guessed(tmp_path: Path) -> No
     assert "$@" in one.text()
 
 
+def test_what_may_or_may_not_be_done_is_not_guessed(tmp_path: Path) -> None:
+    text = (
+        'A=1e-6 B=2e-6 C=3e-6\n[ -n "$X" ] && A=1\ntest -f x || B=2; true && D=(--gamma 0.5)\n'
+        "for C in 1 2; do python train.py --lr $A --min-lr $B --adam-eps $C ${D[@]}; done\n"
+    )
+    one, _ = made("slime", text, tmp_path)
+    hand = "\n".join(one.lists["hand"])
+    assert all(name in hand for name in ("--lr ", "--min-lr ", "--adam-eps "))
+    assert "--gamma 0.5" in one.text()
+
+
 def test_words_are_split_and_joined_as_bash_does(tmp_path: Path) -> None:
     """Where bash is there, it prints the words that the reader must find."""
     text = """X="a b" Y='$X' EMPTY=; A=(--one "$X" --two $X '--three' "x\\"y" --four=$Y); A+=(--five "${N:-"p q"}" "$((2*3))" '')\n"""
