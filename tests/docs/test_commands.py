@@ -5,6 +5,7 @@ A command that is not typed here says that it needs a GPU or the network, or ELS
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -18,6 +19,7 @@ import pytest
 from pyarrow import parquet
 from tests.control.live import Live, made_steps
 from tests.harness.commands import Command
+from tests.harness.hub import Hub
 from tests.harness.run_job import Job, audit
 from tests.harness.waiting import wait_until
 from tests.plan.memory_cases import SHAPES
@@ -128,24 +130,45 @@ def test_tutorial_and_readme_are_typed_on_one_run(folder: Path) -> None:
     assert len(found.trained) == len(set(found.trained)) >= 20
 
 
-def test_gsm8k_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
-    """With rows like those of GSM8K, in files named like its."""
+CARD = b"""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+---
+"""
+
+
+def gsm8k(num_rows: int) -> bytes:
+    """Rows like those of GSM8K, as parquet."""
+    rows = {
+        "question": [f"Ann has {n} apples and gets 2 more. How many has she?" for n in range(num_rows)],
+        "answer": [f"She has {n}+2=<<{n}+2={n + 2}>>{n + 2}.\n#### {n + 2}" for n in range(num_rows)],
+    }
+    file = io.BytesIO()
+    parquet.write_table(pa.table(rows), file)
+    return file.getvalue()
+
+
+def test_gsm8k_is_rehearsed_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is a stand-in that has the real model's config.json and size."""
     for name, text in zip(("run.toml", "gpu.toml"), blocks(GSM8K, "toml"), strict=True):
         (tmp_path / name).write_text(text)
-    (tmp_path / "data" / "main").mkdir(parents=True)
-    for name, num_rows in {"train": 64, "test": 16}.items():
-        rows = {
-            "question": [f"Ann has {n} apples and gets 2 more. How many has she?" for n in range(num_rows)],
-            "answer": [f"She has {n}+2=<<{n}+2={n + 2}>>{n + 2}.\n#### {n + 2}" for n in range(num_rows)],
-        }
-        parquet.write_table(pa.table(rows), tmp_path / "data" / "main" / f"{name}-00000-of-00001.parquet")
+    (tmp_path / "real").mkdir()
+    write_tokenizer(tmp_path / "real", tiny_config("1m"))
+    (tmp_path / "real" / "config.json").write_text(json.dumps(dict(SHAPES["0.6B"].source)))
+    (tmp_path / "real" / "model.safetensors").write_bytes(b"")
+    hub = Hub()
+    hub.add_folder("models", "Qwen/Qwen3-0.6B", tmp_path / "real", sizes={"model.safetensors": 1_503_300_328})
+    rows = {f"main/{name}-00000-of-00001.parquet": gsm8k(number) for name, number in {"train": 64, "test": 16}.items()}
+    hub.add("datasets", "openai/gsm8k", {"README.md": CARD, **rows})
     make, up, *others = commands(blocks(GSM8K, "sh")[1])
-    done = Live(Job(tmp_path), Command(["--version"], tmp_path))
-    done.launcher.communicate(timeout=60)
-    typed(done, make)
-    (tmp_path / "model").mkdir()  # what is planned is of the real one's size
-    write_tokenizer(tmp_path / "model", tiny_config("1m"))
-    (tmp_path / "model" / "config.json").write_text(json.dumps(dict(SHAPES["0.6B"].source)))
-    assert "finished after 2 of 2 steps" in typed(done, up)
-    said = [typed(done, command) for command in others]
+    with hub.serving():
+        for key, value in hub.env(tmp_path / "home").items():
+            monkeypatch.setenv(key, value)
+        done = Live(Job(tmp_path), Command(["--version"], tmp_path))
+        done.launcher.communicate(timeout=60)
+        typed(done, make)
+        assert "finished after 2 of 2 steps" in typed(done, up)
+        said = [typed(done, command) for command in others]
     assert "Ann has" in said[0] and "GPU 0" in said[1]
+    assert re.search(r"hf://Qwen/Qwen3-0.6B@[0-9a-f]{40}: 1.4 GiB to fetch", said[1])
