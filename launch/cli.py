@@ -102,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.run(options)
     except MyxaError as error:
         return _tell(error, is_json=is_json)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from .checks.node import TORCH_REMEDY
+
+        return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
     except KeyboardInterrupt:
         if argv is None:
             _end_at_once()

@@ -28,7 +28,7 @@ from ...core.host_memory import available_bytes
 from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
 from ..host import Gpus, free_at, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
-from .node import has_module, module_folder
+from .node import TORCH_REMEDY, has_module, module_folder
 
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -199,7 +199,7 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
     yield from first(
         "packages", there or "no torch: no trainer and no embedded engine can run in this interpreter",
         ("torch" not in facts.versions, "warning", "",
-         "install an extra: pip install 'myxa[cpu]' or 'myxa[gpu]'; or set roles.<role>.python to one that has it"),
+         f"{TORCH_REMEDY}; or set roles.<role>.python to one that has it"),
     )  # fmt: skip
     for name in TRIED:
         text = untried(name, facts.versions.get(name, ""))

@@ -165,6 +165,9 @@ def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: 
     return done.stdout.splitlines()[-1]
 
 
+TORCH_REMEDY = "pip install 'myxa[cpu]' there, on GPUs 'myxa[gpu]'"
+
+
 class Need(NamedTuple):
     """A module that an actor cannot do without."""
 
@@ -179,7 +182,7 @@ def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
     generates = actor.role == "rollout" and not config.algo.is_given
     turns = config.memory.share == "switch"
     if actor.role == "trainer" or (generates and actor.kind == "embedded"):
-        yield Need("torch", f"which every {actor.role} needs")
+        yield Need("torch", f"which every {actor.role} needs", TORCH_REMEDY)
     if actor.role == "trainer" and actor.kind == "megatron":
         yield Need("megatron.core", 'which roles.trainer.kind = "megatron" needs', "install megatron-core there")
     named = config.named_rewards() if generates else ()

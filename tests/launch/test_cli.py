@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxa import __version__
+from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch import worker
 from myxa.launch.cli import main
 
@@ -113,3 +114,41 @@ def test_a_worker_that_nobody_launched_says_so(monkeypatch, capsys):
     monkeypatch.delenv(worker.SPEC_VARIABLE, raising=False)
     assert worker.main() == 3
     assert "workers are started by `myxa up`" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Blocker())
+from myxa.launch.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["demo", "--quiet"], ["init"], ["plan", "run.toml"], ["up", "run.toml"]], ids=" ".join
+)
+def test_where_torch_is_missing_the_command_that_installs_it_is_named(tmp_path: Path, words: list[str]):
+    make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 64)
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "model"\n[data]\ntrain = "rows.jsonl"\n[reward]\nfn = "exact"\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    said = done.stdout + done.stderr
+    assert 'has no module "torch"' in said and "pip install 'myxa[cpu]'" in said and "Traceback" not in said
+    assert not (tmp_path / "my-task" / "run.toml").exists()
