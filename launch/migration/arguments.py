@@ -66,6 +66,7 @@ DEPTHS = {
 """Words before a command -> the blocks that they open."""
 OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
 SUMS: dict[Any, Any] = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+FLAG = re.compile(r"--[A-Za-z]")
 OVERRIDE = re.compile(r"(\+{0,2}|~)([\w@/-]+(?:\.[\w@/-]+)*)(?:=(.*))?", re.DOTALL)
 SECRET = re.compile(r"(?i)(api|wandb|access|auth|admin)[-_.]?(api[-_.]?)?(key|token)|password|secret")
 """Names whose value is never shown or written."""
@@ -239,8 +240,8 @@ def _whole(node: Any) -> int:
     return node.value
 
 
-def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
-    """What the training program is called with; of a plain list all words."""
+def _words_for(program: re.Pattern[str], is_argument: re.Pattern[str], found: GivenArguments) -> list[Given]:
+    """What the training program is called with; of a plain list the words of statements that begin with an argument."""
     script, called, plain = Script(found), list[Given](), list[Given]()
     for words in script.commands():
         place = next((number for number, word in enumerate(words) if program.search(word.value)), None)
@@ -248,7 +249,7 @@ def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
             script.variables |= {word.value: f"${{{word.value}}}" for word in words}
             found.remark(words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known")
         elif place is None:
-            plain += words
+            plain += words if is_argument.match(words[0].value) else ()
         elif found.program:
             found.remark(words[0].line, f"a second call of {words[place].value}: not read")
         else:
@@ -264,8 +265,8 @@ def _words_for(program: re.Pattern[str], found: GivenArguments) -> list[Given]:
 def read_flags(file: Path, program: re.Pattern[str]) -> GivenArguments:
     """`--name value ...` of a script or list. Raises ConfigError."""
     found, name = GivenArguments(file), ""
-    for word, line in _words_for(program, found):
-        if re.match(r"--[A-Za-z]", word):
+    for word, line in _words_for(program, FLAG, found):
+        if FLAG.match(word):
             name, sign, value = word[2:].partition("=")
             found.put(name, [value] if sign else [], line)
         elif name:
@@ -286,7 +287,7 @@ def read_hydra(file: Path, program: re.Pattern[str]) -> GivenArguments:
         if found.given.pop("defaults", None):
             found.remark(1, "defaults: the configs that Hydra would put together are not read")
     else:
-        for word, line in _words_for(program, found):
+        for word, line in _words_for(program, re.compile(r"[+~]{0,2}\w[\w@/-]*(\.[\w@/-]+)+="), found):
             parts = OVERRIDE.fullmatch(word)
             if parts and parts[1] == "~":
                 found.given.pop(parts[2].removeprefix(PREFIX), None)

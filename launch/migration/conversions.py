@@ -61,8 +61,8 @@ SIMPLE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def staleness(program: str) -> Keys:
-    """Synchronous programs are on-policy, slime's train_async.py is one step off."""
-    return {"async.max_staleness": 1 if "async" in program else 0}
+    """Synchronous programs are on-policy, others one step off."""
+    return {"async.max_staleness": 1 if "async" in program or "off_policy" in program else 0}
 
 
 def ends(steps: Any, passes: Any) -> Keys:

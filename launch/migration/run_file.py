@@ -20,7 +20,7 @@ from .conversions import Hand, convert, scalar
 Peer = Literal["slime", "verl"]
 PROGRAMS = {
     "slime": re.compile(r"(^|/)train(_async)?\.py$"),
-    "verl": re.compile(r"^(recipe|verl)\.[\w.]*main_\w+$|(^|/)main_ppo\w*\.py$"),
+    "verl": re.compile(r"^(recipe|verl)\.[\w.]*(\bmain_(?!generation)\w+|_main)$|(^|/)main_ppo\w*\.py$"),
 }
 LISTS = {
     "hand": "needs your hand", "differs": "is another default here than there", "none": "has no counterpart here",
@@ -213,7 +213,7 @@ def migrate(peer: Peer, file: Path) -> Migration:
     """Raises ConfigError where the file cannot be read or gives no arguments."""
     found = (read_flags if peer == "slime" else read_hydra)(file, PROGRAMS[peer])
     if not found.given:
-        raise found.error(0, f"has no argument of the form {'--name value' if peer == 'slime' else 'key=value'}")
+        raise found.error(0, f"calls no training program of {peer}, and is no list of its arguments")
     made = Migration(peer, found)
     made.lists["said"] = found.remarks
     for row in rows(peer):

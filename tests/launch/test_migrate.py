@@ -186,7 +186,7 @@ def test_words_are_split_and_joined_as_bash_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["A=('x", 'python train.py --lr "1', "A=(--lr 1", "echo ${A", "echo $(a", "cat <<END\nx", "", "ls\n", "\0", "(" * 99,
-     "$(" * 9 + ")" * 9, "\udcff", "x" * (1 << 19)],
+     "$(" * 9 + ")" * 9, "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x --lr 1\n", "pip install x --upgrade y.z=1\n", "\udcff", "x" * (1 << 19)],
 )  # fmt: skip
 def test_refused(peer: Peer, text: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_bytes(text.encode(errors="surrogateescape"))
