@@ -163,7 +163,9 @@ def test_one_address_of_a_run(tmp_path: Path) -> None:
 
 def test_people_ask_beside_any_workflow(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    process = job.start("run.num_steps=0", "data.max_passes=0", "run.max_wall_s=100", "gateway.eval_requests=1")
+    process = job.start(
+        "run.num_steps=0", "data.max_passes=0", "run.max_wall_s=100", "gateway.eval_requests=1", *job.paced()
+    )
     try:
         wait_until(lambda: any((tmp_path / "runs").glob("small-*/agents.0.json")), "the address")
         run = ("--run", str(job.run_dir()))

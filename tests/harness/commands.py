@@ -100,8 +100,16 @@ def left_processes() -> set[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             line = " ".join(child.cmdline()) or child.name()
             if not any(name in line for name in KEPT):
-                left.add(f"process {child.pid} ({child.status()}): {line[:200]}")
+                left.add(f"process {child.pid} ({child.status()}) of {_line(child.ppid())}: {line[:200]}")
     return left
+
+
+def _line(pid: int) -> str:
+    """What a process is, for one that cannot say it: a zombie has no command line any more."""
+    with contextlib.suppress(psutil.Error):
+        one = psutil.Process(pid)
+        return f"{pid} ({one.status()}, {' '.join(one.cmdline())[:80] or one.name()})"
+    return f"{pid}"
 
 
 def close_servers() -> None:
