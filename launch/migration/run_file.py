@@ -76,8 +76,8 @@ class Migration:
     def shown(self, name: str) -> str:
         value, line = self.found.given[name]
         words = "" if value is True and self.peer == "slime" else toml_value(value).replace('"', "")
-        text = hidden(f"{'--' if self.peer == 'slime' else ''}{name} {words}")
-        return f"{text.strip():.100} (line {line})"
+        words = "..." if SECRET.search(name) else hidden(words)
+        return f"{'--' if self.peer == 'slime' else ''}{name} {words:.60}".strip() + f" (line {line})"
 
     def says(self, kind: str, names: Sequence[str], sentence: str) -> None:
         self.seen.update(names)
