@@ -31,6 +31,7 @@ from ..core.messages import (
     EvalResult,
     GatewayPlace,
     GroupDropped,
+    GroupFinished,
     GroupReturned,
     PutResult,
     RolloutNow,
@@ -132,8 +133,9 @@ class BufferContract(KnobsContract):
         raise NotImplementedError
 
     @call(deadline=60, cancellable=False)
-    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        """What became of it. May be repeated until it is answered: the ledger takes a group once."""
+    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
+        """What became of each, once all are durable. May be repeated until it is answered: the ledger takes a group
+        once."""
         raise NotImplementedError
 
     @call(deadline=10)

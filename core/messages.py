@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from .record import Record
-from .samples import Prompt, Sample
+from .samples import Group, Prompt, Sample
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -497,6 +497,13 @@ class GroupDropped(Record, frozen=True):
     rollout: str
     reason: DropReason
     detail: str = ""
+
+
+class GroupFinished(Record, frozen=True):
+    """A whole group with rewards, of that attempt."""
+
+    group: Group
+    attempt: int
 
 
 class GroupReturned(Record, frozen=True):

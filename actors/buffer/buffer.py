@@ -51,6 +51,7 @@ from ...core.messages import (
     DrawReply,
     DrawRequest,
     GroupDropped,
+    GroupFinished,
     GroupReturned,
     PutResult,
     SamplingParams,
@@ -261,14 +262,15 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             self._telemetry.hop("dispatch", ids, wall_s, self.ctx.clock.monotonic() - started_s)
         return assignments, blocked_by
 
-    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
+    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
         with self._changing("put"), self._groups.ledger.together():
-            result, group = self._groups.put(group, attempt, rollout)
-        if result.outcome in ("duplicate", "stale-attempt"):
-            self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
-        if result.outcome == "filtered":
-            self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
-        return result
+            kept = [self._groups.put(one.group, one.attempt, rollout) for one in finished]
+        for result, group in kept:
+            if result.outcome in ("duplicate", "stale-attempt"):
+                self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
+            if result.outcome == "filtered":
+                self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
+        return tuple(result for result, _ in kept)
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._opened is None:
@@ -327,10 +329,10 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             rollout=RECORDED, epoch=0, version=ALWAYS_NEWEST, max_groups=RECALLED_GROUPS, wait_s=0
         )  # fmt: skip
         given, _ = self._draw_now(request)
-        for work in given:
-            with self._at_work("recall"):
-                group = self.recorded(work)
-            await self.put_group(group, work.attempt, RECORDED)
+        with self._at_work("recall"):
+            groups = tuple(GroupFinished(group=self.recorded(work), attempt=work.attempt) for work in given)
+        if groups:
+            await self.put_groups(groups, RECORDED)
         return bool(given)
 
     def _claim_now(self, step: int) -> Claim:

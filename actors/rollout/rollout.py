@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from ...core.activity import FlowSampler
 from ...core.actor import PeerEvent
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.errors import CallError, DiskRefused, EngineError, EngineLied, MyxaError, UserCodeError
+from ...core.errors import CallError, DiskRefused, EngineError, EngineLied, MessageTooLarge, MyxaError, UserCodeError
 from ...core.messages import (
     ActivityKind,
     Assignment,
@@ -42,6 +42,7 @@ from ...core.messages import (
     EvalResult,
     GatewayPlace,
     GroupDropped,
+    GroupFinished,
     GroupReturned,
     RolloutNow,
     SamplingParams,
@@ -77,6 +78,8 @@ SAVING_SHARE = 0.1
 there are, the less often they are saved."""
 GROUPS_TRACED_PER_S = 1.0
 """About so many groups have what their rollouts did in the trace."""
+PUT_SAMPLES = 1024
+"""After which no further group goes with a message."""
 DRAW_AT_ONCE = 8
 """Groups taken by one draw: small bites share the slots among engines that ask at the same time."""
 
@@ -168,6 +171,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._buffer = self.ctx.ref(BufferContract, "buffer")
         self._coordinator = self.ctx.ref(CoordinatorContract, COORDINATOR)
         self._has_reported = False
+        self._batch: tuple[list[GroupFinished], asyncio.Task[None]] | None = None
+        """Finished groups that go with the next message, and who sends it."""
+        self._putting = asyncio.Lock()
         self.ctx.watch(COORDINATOR)
         self._evaluation.listen(self._telemetry.event, self._telemetry.sample)
         self._checks = StreamChecks(self.ctx.name, may_be_older=self.options.through_router, on_lie=self._on_lie)
@@ -494,16 +500,10 @@ class Rollout(OwnsKnobs, RolloutContract):
                 await self._room.wait()
                 continue
             request = DrawRequest(
-                rollout=self.ctx.name,
-                epoch=self.ctx.epoch,
-                version=self._version,
-                lineage=self._weights.lineage,
-                max_groups=min(free, DRAW_AT_ONCE),
-                room=free,
-                wait_s=TIMEOUTS.rollout.poll_s,
-                holding=tuple(self._held),
-                blocked_by=self._blocked_by,
-            )
+                rollout=self.ctx.name, epoch=self.ctx.epoch, version=self._version, lineage=self._weights.lineage,
+                max_groups=min(free, DRAW_AT_ONCE), room=free, wait_s=TIMEOUTS.rollout.poll_s,
+                holding=tuple(self._held), blocked_by=self._blocked_by,
+            )  # fmt: skip
             try:
                 reply = await self._buffer.draw(request)
             except (CallError, DiskRefused) as err:
@@ -614,10 +614,29 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _deliver(self, group: Group, attempt: int) -> None:
         self._budget.note(None)
-        result = await self._ask(lambda: self._buffer.put_group(group, attempt, self.ctx.name))
-        if result.outcome not in ("ready", "filtered"):
-            self.ctx.log.info("group %d: %s %s", group.group_id, result.outcome, result.reason)
+        if self._batch is None or sum(len(one.group.samples) for one in self._batch[0]) >= PUT_SAMPLES:
+            batch: list[GroupFinished] = []
+            self._batch = batch, self.ctx.spawn(self._put(batch), name="put-groups")
+        self._batch[0].append(GroupFinished(group=group, attempt=attempt))
+        await asyncio.shield(self._batch[1])
         self.counts["num_groups"] += 1
+
+    async def _put(self, groups: Sequence[GroupFinished]) -> None:
+        """One message at a time: what finishes until it leaves goes with it. The buffer tells what becomes of it."""
+
+        async def put(*some: GroupFinished) -> None:
+            await self._ask(lambda: self._buffer.put_groups(some, self.ctx.name))
+
+        async with self._putting:
+            if self._batch is not None and self._batch[0] is groups:
+                self._batch = None
+            try:
+                await put(*groups)
+            except MessageTooLarge:
+                if len(groups) < 2:
+                    raise
+                for one in groups:
+                    await put(one)
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
         returned = self._returned(assignment, partial.samples, has_died=partial.cause is not None)
@@ -646,12 +665,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         self.ctx.log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
         self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")
         dropped = GroupDropped(
-            group_id=prompt.group_id,
-            attempt=assignment.attempt,
-            rollout=self.ctx.name,
-            reason=drop_reason(err),
+            group_id=prompt.group_id, attempt=assignment.attempt, rollout=self.ctx.name, reason=drop_reason(err),
             detail=str(err)[:2000],
-        )
+        )  # fmt: skip
         await self._ask(lambda: self._buffer.drop_group(dropped))
         if text := self._judges.too_many_errors:
             raise UserCodeError(text.removesuffix(f" -- {err.remedy}"), remedy=err.remedy)

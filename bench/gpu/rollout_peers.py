@@ -16,11 +16,11 @@ from myxa.core.messages import (
     DrawRequest,
     EngineStatus,
     GroupDropped,
+    GroupFinished,
     GroupReturned,
     PutResult,
     Telemetry,
 )
-from myxa.core.samples import Group
 
 
 class RoundBuffer(BufferContract):
@@ -62,10 +62,11 @@ class RoundBuffer(BufferContract):
             self._news.clear()
         return DrawReply(assignments=tuple(taken))
 
-    async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        self.num_tokens += sum(len(sample.response_ids) for sample in group.samples)
-        self._one_less()
-        return PutResult(outcome="ready")
+    async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
+        for one in finished:
+            self.num_tokens += sum(len(sample.response_ids) for sample in one.group.samples)
+            self._one_less()
+        return tuple(PutResult(outcome="ready") for _ in finished)
 
     async def drop_group(self, dropped: GroupDropped) -> None:
         self.trouble = f"group {dropped.group_id} was dropped: {dropped.reason} {dropped.detail}"

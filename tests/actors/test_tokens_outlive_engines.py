@@ -17,10 +17,12 @@ from tests.harness.dumps import whole_groups
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
+from myxa.actors.buffer.buffer import Buffer
 from myxa.actors.buffer.cursor import POISON
 from myxa.actors.ledger.file import Row, decode_partial
 from myxa.actors.workflows.episode import WorkflowContext
-from myxa.core.errors import EngineError
+from myxa.core.errors import EngineError, MessageTooLarge
+from myxa.core.messages import GroupFinished, PutResult
 from myxa.core.protocols import Delta, GenerateRequest
 from myxa.core.samples import Group, Prompt, Sample
 
@@ -49,6 +51,36 @@ def saved(floor: Any, group_id: int) -> list[int]:
     """Tokens of each unfinished sample that the ledger has of a group."""
     data = floor.buffer_actor._groups.ledger.payload(group_id)
     return [] if data is None else [int(s.response_ids.size) for s in decode_partial(group_id, data)]
+
+
+@pytest.mark.parametrize("is_too_large", [False, True])
+async def test_groups_that_finish_while_a_message_is_under_way_go_together_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_too_large: bool
+) -> None:
+    """A message that is too large is sent again, a group at a time."""
+    put, sizes, held = Buffer.put_groups, list[int](), asyncio.Event()
+
+    async def slow(self: Buffer, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
+        sizes.append(len(finished))
+        await held.wait()
+        if is_too_large and len(finished) > 1:
+            raise MessageTooLarge("too large")
+        return await put(self, finished, rollout)
+
+    monkeypatch.setattr(Buffer, "put_groups", slow)
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add(max_groups=4)
+        await until(lambda: engine.open == 8, "four groups")
+        engine.gate.set()
+        await until(lambda: bool(sizes), "the first message")
+        assert not finished(tmp_path), "none is whole yet"
+        await asyncio.sleep(0.2)
+        held.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 4, "they are ready")
+        assert not floor.node.failed.done()
+    assert max(sizes) > 1 and (is_too_large or sum(sizes[:2]) >= 4), sizes
+    assert not is_too_large or sizes.count(1) >= 4, sizes
+    assert [row.group_id for row, _ in finished(tmp_path)[:4]] == [0, 1, 2, 3]
 
 
 async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from myxa.core.messages import (
     DrawBlock,
     DrawReply,
     DrawRequest,
+    GroupFinished,
     GroupReturned,
     PutResult,
     SamplingParams,
@@ -132,7 +133,8 @@ class Desk:
         return await self.put_group(make_group(assignment, versions), assignment.attempt, rollout)
 
     async def put_group(self, group: Group, attempt: int, rollout: str) -> PutResult:
-        return await self.ref.put_group(group, attempt, rollout)
+        (result,) = await self.ref.put_groups((GroupFinished(group=group, attempt=attempt),), rollout)
+        return result
 
     async def fill(self, max_groups: int = 100, version: int = 0, versions: Sequence[int] = (0, 0)) -> list[Assignment]:
         drawn = list((await self.draw(max_groups, version)).assignments)

@@ -20,7 +20,7 @@ from myxa.actors.ledger.file import STALE
 from myxa.actors.trainer.train_loop import GroupFetcher
 from myxa.algos.filters import zero_variance
 from myxa.core.errors import BadRequest, DiskRefused, LedgerError, MessageTooLarge, TrainError
-from myxa.core.messages import GroupDropped, GroupReturned
+from myxa.core.messages import GroupDropped, GroupFinished, GroupReturned
 from myxa.core.refs import with_deadline
 from myxa.core.samples import Group
 from myxa.transport.node import Node
@@ -127,7 +127,7 @@ async def test_a_claim_waits_for_the_last_group_and_a_poll_ends_in_time(shop: An
 
 async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any) -> None:
     async with shop.open() as desk:
-        first, second = (await desk.draw(max_groups=2)).assignments
+        first, second, third = (await desk.draw(max_groups=3)).assignments
         group = make_group(first)
         assert (await desk.put_group(group, 7, "rollout/0")).outcome == "stale-attempt"
         assert (await desk.put_group(group, 1, "rollout/9")).outcome == "stale-attempt"
@@ -136,6 +136,9 @@ async def test_puts_are_fenced_by_group_attempt_and_actor(shop: Any) -> None:
         assert "never drawn" in (await desk.put_group(unknown, 1, "rollout/0")).reason
         assert (await desk.put_group(group, 1, "rollout/0")).outcome == "ready"
         assert (await desk.put_group(group, 1, "rollout/0")).outcome == "duplicate"
+        at_once = [GroupFinished(group=one, attempt=1) for one in (group, unknown, make_group(third))]
+        found = await desk.ref.put_groups((*at_once, at_once[-1]), "rollout/0")
+        assert [one.outcome for one in found] == ["duplicate", "stale-attempt", "ready", "duplicate"]
         assert await desk.ref.rollout_gone("rollout/0", 1) == 1
         assert (await desk.put(second)).outcome == "stale-attempt", "an incarnation that is gone is not heard"
         (again,) = (await desk.draw(max_groups=1, rollout="rollout/1")).assignments

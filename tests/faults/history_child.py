@@ -20,7 +20,7 @@ from tests.faults.put_history import Journal
 from myxa.actors.contracts import BufferContract
 from myxa.core.actor import Actor
 from myxa.core.errors import CallError
-from myxa.core.messages import Assignment, DrawRequest
+from myxa.core.messages import Assignment, DrawRequest, GroupFinished
 from myxa.core.process import die_with_parent
 from myxa.core.refs import with_deadline
 from myxa.transport.address import Rendezvous
@@ -82,7 +82,8 @@ class Producer(Actor):
         self._journal.note("put", group_id, content)
         try:
             whole = msgspec.structs.replace(group, samples=samples)
-            result = await buffer.put_group(whole, assignment.attempt, self.ctx.name)
+            finished = GroupFinished(group=whole, attempt=assignment.attempt)
+            (result,) = await buffer.put_groups((finished,), self.ctx.name)
         except CallError:
             return  # not acknowledged: whatever became of it is right
         finally:

@@ -37,7 +37,7 @@ _STEP = "actors.backends.torch_backend.accounting:Learner"
 _CHECKPOINT = "actors.backends.checkpoint"
 POINTS: dict[str, tuple[str, ...]] = {
     "buffer.dispatch": ("after actors.buffer.groups:Groups._dispatch",),  # written down as given, not answered
-    "buffer.put": (f"before {_BUFFER}.put_group",),
+    "buffer.put": (f"before {_BUFFER}.put_groups",),
     "buffer.claim": ("after actors.buffer.groups:Groups.claim",),  # written down as formed, not answered
     "buffer.trained": (f"before {_BUFFER}.trained",),
     "buffer.durable": (f"before {_BUFFER}.durable",),
