@@ -13,15 +13,15 @@ from typing import Any
 
 from make_model import make_learner
 from run_figures import read_run, tell_run
-from servers import FP8_SERVER, Server, ServerDiedError, running
+from servers import FP8_SERVER, ServerDiedError, running
 from trial_runs import (
-    AS_LAUNCHED,
     RunFailedError,
     attach_override,
     begun,
     imitated,
     learner_parser,
     overrides,
+    server_for,
     up,
 )
 
@@ -38,10 +38,7 @@ def main() -> None:
     done = quantise_folder(work / "model", work / "served")
     report.say(f"- model of {config.num_parameters:,} parameters, {done['num_tensors']} tensors with its scales")
     served = work / ("model" if choice.is_cpu else "served")
-    server = Server(
-        folder=served, log=work / "server.log", is_sglang=not choice.is_cpu, mem_fraction=0.2,
-        extra=(*AS_LAUNCHED, *FP8_SERVER),
-    )  # fmt: skip
+    server = server_for(choice, served, work / "server.log", mem_fraction=0.2, extra=FP8_SERVER)
     seed = f"run.seed={options.seed}"
     try:
         with running(server):

@@ -26,7 +26,6 @@ from make_model import make_apart, make_learner
 from run_figures import read_run, tell_run
 from servers import Server, ServerDiedError, running
 from trial_runs import (
-    AS_LAUNCHED,
     Choice,
     RunFailedError,
     attach_override,
@@ -34,6 +33,7 @@ from trial_runs import (
     imitated,
     learner_parser,
     overrides,
+    server_for,
     up,
 )
 
@@ -131,10 +131,10 @@ def main() -> None:
     with ExitStack() as all_of_them:
         servers: dict[str, Server] = {}
         for name, (folder, extra) in kinds.items() if not choice.is_cpu else [("merged", kinds["merged"])]:
-            servers[name] = Server(
-                folder=work / folder, log=work / f"{name}.log", is_sglang=not choice.is_cpu, mem_fraction=0.8,
-                context_length=1024 if folder == "large" and not choice.is_cpu else 0, graph_sizes=(32, 128, 256),
-                extra=(*AS_LAUNCHED, "--max-total-tokens", "100000", *extra),
+            length = 1024 if folder == "large" and not choice.is_cpu else 0
+            servers[name] = server_for(
+                choice, work / folder, work / f"{name}.log", mem_fraction=0.8, context_length=length,
+                graph_sizes=(32, 128, 256), extra=("--max-total-tokens", "100000", *extra),
             )  # fmt: skip
             if name != "adapter":
                 all_of_them.enter_context(running(servers[name]))

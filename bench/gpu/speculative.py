@@ -27,7 +27,6 @@ from make_model import make_apart, make_learner, random_weights
 from run_figures import lines, read_run
 from servers import Server, ServerDiedError, running
 from trial_runs import (
-    AS_LAUNCHED,
     Choice,
     RunFailedError,
     attach_override,
@@ -35,6 +34,7 @@ from trial_runs import (
     imitated,
     learner_parser,
     overrides,
+    server_for,
     up,
 )
 
@@ -125,12 +125,9 @@ def of_run(run_dir: Path) -> tuple[str, str]:
 
 
 def toy_server(name: str, choice: Choice, work: Path) -> Server:
-    bounded = (*AS_LAUNCHED, "--disable-shared-experts-fusion", "--max-total-tokens", "100000")
-    return Server(
-        folder=(work / "sft/export").resolve(), log=work / f"server_{name.replace(' ', '_')}.log",
-        is_sglang=not choice.is_cpu, mem_fraction=0.8, max_running=64,
-        extra=() if choice.is_cpu else (*bounded, *CASES[name]),
-    )  # fmt: skip
+    model, log = (work / "sft/export").resolve(), work / f"server_{name.replace(' ', '_')}.log"
+    extra = ("--disable-shared-experts-fusion", "--max-total-tokens", "100000", *CASES[name])
+    return server_for(choice, model, log, mem_fraction=0.8, max_running=64, extra=extra)
 
 
 def one_case(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from figures import Report, parser, work_folder
 from make_model import SHAPES
@@ -113,22 +114,23 @@ def cpu_overrides() -> list[str]:
     return ['roles.trainer.devices="cpu"', "roles.trainer.threads=1", 'trainer.dtype="float32"']
 
 
+def server_for(
+    choice: Choice, model: Path, log: Path, *, mem_fraction: float, extra: Sequence[str] = (), **more: Any
+) -> Server:
+    """A server to attach to, not started, with what a launched one would have; `more`: fields of `Server`."""
+    return Server(
+        folder=model, log=log, is_sglang=not choice.is_cpu, gpu=choice.engine_gpu, mem_fraction=mem_fraction,
+        extra=(*AS_LAUNCHED, *extra), **more,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def engine_for(choice: Choice, model: Path, log: Path, *, mem_fraction: float) -> Generator[Server | None]:
-    """The server to attach to, started and not waited for, with what a launched one would have; None when the run
-    brings its own engine."""
+    """`server_for`, started and not waited for; None when the run brings its own engine."""
     if choice.engine != "attach":
         yield None
         return
-    server = Server(
-        folder=model,
-        log=log,
-        is_sglang=not choice.is_cpu,
-        gpu=choice.engine_gpu,
-        mem_fraction=mem_fraction,
-        extra=AS_LAUNCHED,
-    )
-    with running(server):
+    with running(server_for(choice, model, log, mem_fraction=mem_fraction)) as server:
         yield server
 
 
