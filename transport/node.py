@@ -26,7 +26,7 @@ from .actor_runner import ActorRunner
 from .address import Rendezvous
 from .registry.bootstrap import Mirror, host_registry, join
 from .registry.directory import HostedActor, keys_of
-from .registry.registry import REGISTRY, RegistryActor, RegistryContract
+from .registry.registry import REGISTRY, RegistryActor
 from .security import JobKey, KeyPair
 from .session.links import Arrival, Verdict
 from .session.session import LOOPBACK, Session
@@ -91,7 +91,7 @@ class Node:
         sockets' directory is made (short path; None: the system's place for temporary files). `tcp`: "host:port" (0:
         any port) of an own interface, to listen on encrypted tcp besides ipc; nodes of other hosts need it. It needs
         `key`, or a key file named by `rdzv`; with a key and a registry on tcp the interface is found by itself. `key`:
-        the job's, or one that was announced to the registry (`RegistryContract.expect`) and that fits this name only.
+        the job's, or one that was announced to the registry (`RegistryActor.expect`) and that fits this name only.
         `network`: makes a transport without sockets, for tests.
         Raises LaunchError naming the registry's endpoint if it does not answer within `timeout_s`.
         """
@@ -227,7 +227,7 @@ class Node:
     # -- surroundings
 
     @property
-    def registry(self) -> RegistryContract:
+    def registry(self) -> RegistryActor:
         return self._mirror.registry
 
     def peers(self, prefix: str) -> tuple[str, ...]:

@@ -183,8 +183,7 @@ class Adoption:
     def next(self) -> Adopt | None:
         """The engine that is furthest behind and may adopt now, or None. Marks it ADOPTING."""
         newest = self.newest
-        at_once = self.at_once or min(MOST_AT_ONCE, -(-len(self._engines) // 8))
-        if newest < 0 or len(self.adopting) >= at_once:
+        if newest < 0 or len(self.adopting) >= (self.at_once or min(MOST_AT_ONCE, -(-len(self._engines) // 8))):
             return None
         behind = [
             (e.lineage if e.version >= 0 else _UNKNOWN_LINEAGE - 1, e.version, name)

@@ -106,7 +106,6 @@ class MachineFacts:
     available_bytes: int = field(default_factory=available_bytes)
     """What may still be taken, control group included."""
     ninja: str = field(default_factory=lambda: shutil.which("ninja", path=tools_path(os.environ, sys.executable)) or "")
-    """Where this interpreter's servers would find it."""
     shm_bytes: int | None = field(default_factory=_shm_bytes)
     """Size of /dev/shm; None: there is none."""
     max_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -219,18 +218,15 @@ def packages(facts: MachineFacts) -> Iterator[Finding]:
          f"update the driver, or install a torch for CUDA {'12' if oldest == 580 else '11'}"),
         (built == "" and gpus.found, "warning", ", but torch is built without CUDA", "install torch's wheel for CUDA"),
     )  # fmt: skip
-    yield from first(
-        "ninja", "",
-        ("sglang" in facts.versions and not facts.ninja, "warning",
-         "there is none in PATH or beside this interpreter: SGLang compiles kernels with it when a server starts",
-         f"{sys.executable} -m pip install ninja"),
-    )  # fmt: skip
 
 
 def environment(facts: MachineFacts) -> Iterator[Finding]:
     """Variables that every actor inherits, and the name that other nodes use."""
     env = facts.env
     rows: list[tuple[str, object, str, str]] = [
+        ("ninja", "sglang" in facts.versions and not facts.ninja,
+         "is neither in PATH nor beside this interpreter: SGLang compiles kernels with it when a server starts",
+         f"{sys.executable} -m pip install ninja"),
         ("NCCL_CUMEM_ENABLE", env.get("NCCL_CUMEM_ENABLE", "") not in ("", "0"),
          f"= {env.get('NCCL_CUMEM_ENABLE')} here; SGLang's servers set it to 0, and members of a group must agree",
          "unset it, or set it alike for trainer and engines (roles.*.env)"),

@@ -33,7 +33,7 @@ from myxa.core.errors import CallError
 from myxa.core.handlers import handlers_of
 from myxa.core.ids import PeerKey
 from myxa.transport.node import JobKey, KeyPair, Node, Rendezvous
-from myxa.transport.registry.registry import REGISTRY_KEY, RegistryContract
+from myxa.transport.registry.registry import REGISTRY_KEY, RegistryActor
 from myxa.transport.session.frames import Kind, batch
 from myxa.transport.socket_transport import SocketTransport
 from myxa.transport.wire import Endpoints, Lane
@@ -43,7 +43,7 @@ PER_INSIDER = 300
 MAX_LEAVING = 16
 """Insiders that take their leave at the same time."""
 VICTIM = Path(__file__).parent / "victim.py"
-TABLES = [handlers_of(each) for each in (RegistryContract, BufferContract, MixedContract)]
+TABLES = [handlers_of(each) for each in (RegistryActor, BufferContract, MixedContract)]
 """Of the victim's actors, in the order of their numbers."""
 FAR_RANK = 7
 """Of nodes that must not use ipc."""

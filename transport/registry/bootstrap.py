@@ -45,13 +45,13 @@ from ..session.pending import Outcome, PendingCall, Route
 from ..session.session import Session
 from ..wire import Transport
 from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRecord, keys_of
-from .registry import REGISTRY, REGISTRY_KEY, RegistryActor, RegistryContract
+from .registry import REGISTRY, REGISTRY_KEY, RegistryActor
 
 
 def registry_location(rdzv: Rendezvous) -> Location:
     node_id, epoch = REGISTRY_KEY
     node = NodeRecord(name=REGISTRY, node_id=node_id, epoch=epoch, endpoints=rdzv.endpoints)
-    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryContract).names))
+    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryActor).names))
 
 
 def host_registry(name: str, transport: Transport) -> tuple[RegistryActor, NodeRecord, Rendezvous]:
@@ -126,13 +126,9 @@ class Mirror:
     every wait ends by the call's deadline, by the callee's end, or by cancellation."""
 
     def __init__(
-        self,
-        rdzv: Rendezvous,
-        session: Session,
-        clock: Clock,
-        tell: Callable[[PeerEvent], None],
+        self, rdzv: Rendezvous, session: Session, clock: Clock, tell: Callable[[PeerEvent], None],
         fenced: Callable[[StaleEpoch], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.directory = Directory()
         self._location = registry_location(rdzv)
         self._session = session
@@ -142,7 +138,7 @@ class Mirror:
         self.changes = Changes()
         """Of the directory."""
         self._log = logging.getLogger("myxa.transport")
-        self.registry = make_ref(self, RegistryContract, REGISTRY)
+        self.registry = make_ref(self, RegistryActor, REGISTRY)
         self.on_update: Callable[[Directory], None] | None = None
         """Called first when something has changed: who may speak is decided by the directory."""
 

@@ -127,11 +127,7 @@ class Directory:
         return self._changes(before, after, reasons, update.reasons), gone
 
     def _changes(
-        self,
-        before: dict[str, Location],
-        after: dict[str, Location],
-        by_node: dict[str, str],
-        by_actor: dict[str, str],
+        self, before: dict[str, Location], after: dict[str, Location], by_node: dict[str, str], by_actor: dict[str, str]
     ) -> list[PeerEvent]:
         events: list[PeerEvent] = []
         for name, old in before.items():

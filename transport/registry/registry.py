@@ -10,6 +10,7 @@ the registry sends would grow with the square of their number.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import msgspec
 
@@ -27,46 +28,6 @@ from .directory import DirectoryUpdate, EndedNode, HostedActor, NodeRecord
 REGISTRY = "registry"
 REGISTRY_KEY = PeerKey(1, 1)
 """Number and epoch of the process that hosts the registry."""
-
-
-class RegistryContract(Actor):
-    """What nodes and launchers ask of the registry."""
-
-    @call(deadline=10, reentrant=True)
-    async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
-        """A process joins; the record holds its number and epoch. An older incarnation of that name is thereby over."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
-        """All actors of a node; `reasons`: why some that were there are not. Returns the directory's version."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def leave(self, node: str, epoch: int, reason: str) -> None:
-        """A process leaves cleanly; only itself may say so."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
-        """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
-        All nodes hear of it; calls pending to it fail at once. False if that incarnation was gone or replaced already.
-        Give one of the two: with neither, a report that comes late would hit the next incarnation."""
-        raise NotImplementedError
-
-    @call(deadline=10, reentrant=True)
-    async def expect(self, node: str, public_key: str) -> None:
-        """A process of that name joins over tcp with that key only; launchers announce it, the last one counts."""
-        raise NotImplementedError
-
-    @call(deadline=TIMEOUTS.wire.updates_s + 3.0, reentrant=True)
-    async def updates(
-        self, after: int, wait_s: float = TIMEOUTS.wire.updates_s, meets: str = ""
-    ) -> tuple[DirectoryUpdate, ...]:
-        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`. `meets`: an
-        actor whose process and the caller's hear of each other from now on; one that is not there yet is expected in a
-        process of its name."""
-        raise NotImplementedError
 
 
 KEPT_UPDATES = 512
@@ -89,8 +50,7 @@ class RegistryState:
         self._nodes: dict[str, NodeRecord] = {}
         self._hosts: dict[str, str] = {}
         """Actor -> its node."""
-        self._names: dict[PeerKey, str] = {}
-        """Of the nodes."""
+        self._by_id: dict[int, NodeRecord] = {}
         self._met: set[tuple[str, str]] = set()
         """Nodes of crowds, in both orders."""
         self._updates: deque[DirectoryUpdate] = deque(maxlen=KEPT_UPDATES)
@@ -101,12 +61,13 @@ class RegistryState:
     def nodes(self) -> tuple[NodeRecord, ...]:
         return tuple(self._nodes.values())
 
-    def name_of(self, key: PeerKey | None) -> str:
-        """Of that incarnation; "": it is not there."""
-        return self._names.get(key, "") if key is not None else ""
+    def member(self, key: PeerKey | None) -> NodeRecord | None:
+        """That incarnation; None: it is not there."""
+        found = self._by_id.get(key.node_id) if key is not None else None
+        return found if found is not None and found.key == key else None
 
     def meet(self, name: str, actor: str) -> bool:
-        """See `RegistryContract.updates`. False: nothing changes."""
+        """See `RegistryActor.updates`. False: nothing changes."""
         other = self._hosts.get(actor, actor)
         if not (in_crowd(name) and in_crowd(other)) or (name, other) in self._met:
             return False
@@ -121,19 +82,17 @@ class RegistryState:
         if self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
             found = tuple(self._updates)[version - self.version :]
         else:
-            nodes = tuple(self._nodes.values())
-            found = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=nodes),)
-        if not in_crowd(name):
-            return found
+            found = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=self.nodes()),)
+        return tuple(self._for(name, found)) if in_crowd(name) else found
 
+    def _for(self, name: str, updates: tuple[DirectoryUpdate, ...]) -> Iterator[DirectoryUpdate]:
         def hears(other: NodeRecord | EndedNode) -> bool:
             return other.name == name or not in_crowd(other.name) or (name, other.name) in self._met
 
-        found = tuple(
-            msgspec.structs.replace(one, nodes=tuple(filter(hears, one.nodes)), gone=tuple(filter(hears, one.gone)))
-            for one in found
-        )
-        return (*(one for one in found[:-1] if one.nodes or one.gone), found[-1])
+        for one in updates:
+            nodes, gone = tuple(filter(hears, one.nodes)), tuple(filter(hears, one.gone))
+            if nodes or gone or one is updates[-1]:  # whose version says how far the mirror is
+                yield msgspec.structs.replace(one, nodes=nodes, gone=gone)
 
     def register(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
         """A number and an epoch that were never used; a living older incarnation is thereby over."""
@@ -167,7 +126,7 @@ class RegistryState:
         if node is None or epoch not in (0, node.epoch) or pid not in (0, node.pid):
             return False
         self._put(msgspec.structs.replace(node, actors=()), node)
-        del self._nodes[name], self._names[node.key]
+        del self._nodes[name], self._by_id[node.node_id]
         self._note(gone=(_departure(node, reason),))
         return True
 
@@ -176,9 +135,7 @@ class RegistryState:
         for actor in old.actors if old is not None else ():
             self._hosts.pop(actor.name, None)
         self._nodes[record.name] = record
-        if old is not None:
-            self._names.pop(old.key, None)
-        self._names[record.key] = record.name
+        self._by_id[record.node_id] = record
         self._hosts.update((actor.name, record.name) for actor in record.actors)
 
     def _note(
@@ -195,8 +152,8 @@ def _departure(node: NodeRecord, reason: str) -> EndedNode:
     return EndedNode(name=node.name, node_id=node.node_id, epoch=node.epoch, reason=reason)
 
 
-class RegistryActor(RegistryContract):
-    """The registry of one system."""
+class RegistryActor(Actor):
+    """The registry of one system: what nodes and launchers ask of it."""
 
     mailbox_size = MANY_PEERS
     """Every process has a question for updates here all the time."""
@@ -206,42 +163,59 @@ class RegistryActor(RegistryContract):
         self._guard = guard
         self._changes = Changes()
 
+    @call(deadline=10, reentrant=True)
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
+        """A process joins; the record holds its number and epoch. An older incarnation of that name is thereby over."""
         role = self._to_register(check_name(node), endpoints)
         record = self.state.register(node, endpoints, pid, role)
         self._changes.tell()
         return record
 
+    @call(deadline=10, reentrant=True)
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
-        self._to_speak_for(node)
+        """All actors of a node; `reasons`: why some that were there are not. Returns the directory's version."""
+        self._to_speak(f"speak for {node}", node)
         self.state.announce(node, epoch, actors, reasons)
         self._changes.tell()
         return self.state.version
 
+    @call(deadline=10, reentrant=True)
     async def leave(self, node: str, epoch: int, reason: str) -> None:
-        self._to_speak_for(node)
+        """A process leaves cleanly; only itself may say so."""
+        self._to_speak(f"speak for {node}", node)
         self._depart(node, epoch, reason)
 
+    @call(deadline=10, reentrant=True)
     async def expect(self, node: str, public_key: str) -> None:
-        self._to_keep("announce keys")
+        """A process of that name joins over tcp with that key only; launchers announce it, the last one counts."""
+        self._to_speak("announce keys")
         if not is_public_key(public_key):
             raise self._refusal("that is no public key")
         if self._guard is not None:
             self._guard.expect(KeyRights(check_name(node), "node", public_key))
 
+    @call(deadline=10, reentrant=True)
     async def process_exited(self, node: str, epoch: int, status: int, pid: int = 0) -> bool:
-        self._to_keep("report the end of another process")
+        """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
+        All nodes hear of it; calls pending to it fail at once. False if that incarnation was gone or replaced already.
+        Give one of the two: with neither, a report that comes late would hit the next incarnation."""
+        self._to_speak("report the end of another process")
         return self._depart(node, epoch, f"its process ended with {describe_status(status)}", pid)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
         """This process lost the connection to that incarnation for good."""
-        if name := self.state.name_of(key):
-            self._depart(name, key.epoch, why)
+        if record := self.state.member(key):
+            self._depart(record.name, record.epoch, why)
 
+    @call(deadline=TIMEOUTS.wire.updates_s + 3.0, reentrant=True)
     async def updates(
         self, after: int, wait_s: float = TIMEOUTS.wire.updates_s, meets: str = ""
     ) -> tuple[DirectoryUpdate, ...]:
-        name = self.state.name_of(current_caller())
+        """What happened after version `after` (-1: a snapshot), once something has; none after `wait_s`. `meets`: an
+        actor whose process and the caller's hear of each other from now on; one that is not there yet is expected in a
+        process of its name."""
+        asker = self.state.member(current_caller())
+        name = asker.name if asker is not None else ""
         if meets and self.state.meet(name, check_name(meets)):
             self._changes.tell()
         await self._changes.until(lambda: self.state.version != after, wait_s)
@@ -284,25 +258,16 @@ class RegistryActor(RegistryContract):
         if not is_public_key(key) or owner != name:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
-    def _to_speak_for(self, name: str) -> None:
-        record = self._record()
-        if record is not None and record.role != "keeper" and record.name != name:
-            raise self._refusal(f"{record.name} spoke for {name}")
-
-    def _to_keep(self, what: str) -> None:
-        record = self._record()
-        if record is not None and record.role != "keeper":
-            raise self._refusal(f"{record.name} may not {what}")
-
-    def _record(self) -> NodeRecord | None:
-        """Of the member that calls; None: within the process. One that has not joined may only call `register`."""
+    def _to_speak(self, what: str, name: str = "") -> None:
+        """May the caller do that? In its own `name` all may. One that has not joined may only call `register`."""
         caller = current_caller()
         if self._guard is None or caller is None:
-            return None
-        found = self.state.node(self.state.name_of(caller))
+            return
+        found = self.state.member(caller)
         if found is None:
             raise StaleEpoch(f"{caller} is not registered (any more)")
-        return found
+        if found.role != "keeper" and found.name != name:
+            raise self._refusal(f"{found.name} may not {what}")
 
     def _refusal(self, why: str) -> NotPermitted:
         return NotPermitted(why, remedy="a process speaks under its own name and key; launchers hold the job's key")

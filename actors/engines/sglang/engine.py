@@ -68,8 +68,6 @@ class _Open:
     has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """The server answered, with a stream or with a refusal."""
     is_aborted: bool = False
-    has_begun: bool = False
-    """A token came: it has left the server's queue."""
     answer: aiohttp.ClientResponse | None = None
 
 
@@ -346,14 +344,13 @@ class SglangEngine:
         """What `parsed` makes of the stream, until `tokens` know its end. `is_half`: of a pair, whose servers give up
         what does not come from the other one; that raises EngineError."""
         async for data in answer.content.iter_any():
-            mine.has_begun = True
             for part in parsed(data):
                 if is_half and tokens.finish == "abort" and not mine.is_aborted:
                     raise EngineError(f"{tokens.place}: was given up: {tokens.why}", remedy="see the server's log")
                 yield part
                 if tokens.finish:
                     return
-            if mine.is_aborted:  # before the scheduler knew it, or while it was in the queue
+            if mine.is_aborted:  # before the scheduler knew it, or it names an adapter
                 await self._http.post("/abort_request", {"rid": mine.rid})
 
     def _place_of(self, request: GenerateRequest) -> str:
@@ -424,8 +421,6 @@ class SglangEngine:
         mine.is_aborted = True
         async with stack:
             with suppress(EngineError, aiohttp.ClientError, TimeoutError):
-                if mine.has_begun:
-                    await self._http.post("/abort_request", {"rid": mine.rid})
                 async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=False):
                     pass
         if tokens.is_over:
@@ -447,13 +442,14 @@ class SglangEngine:
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort". One that names an adapter is aborted
-        with its first token: SGLang 0.5.17 keeps the adapters of those that it aborts in its queue for ever."""
+        with its next tokens: SGLang 0.5.17 keeps the adapters of those that it aborts in its queue for ever."""
         meant = [one for one in self._open if request_id in (None, one.request_id)]
         for one in meant:
             one.is_aborted = True
         await self._arrived(meant)
-        named = [{"rid": one.rid} for one in meant if self._adapters is None or one.has_begun]
-        for body in [{"abort_all": True}] if request_id is None and self._adapters is None else named:
+        if self._adapters is not None:
+            return
+        for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
             await self._http.post("/abort_request", body)
 
     # -- weights
@@ -572,15 +568,10 @@ class SglangEngine:
         `version` is -1 while the server has a name instead of a number, and while its weights may be of none."""
         served, num_arrived = await self._served_version(), sum(one.has_arrived.is_set() for one in self._open)
         return EngineInfo(
-            kind="sglang",
-            vocab_size=self._options.vocab_size,
-            context_length=self._context_length,
-            max_running=self._max_running,
-            version=-1 if self._torn and not self._committing.locked() else served,
-            running=num_arrived,
-            waiting=len(self._open) - num_arrived,
-            usage=self._usage,
-        )
+            kind="sglang", vocab_size=self._options.vocab_size, context_length=self._context_length,
+            max_running=self._max_running, version=-1 if self._torn and not self._committing.locked() else served,
+            running=num_arrived, waiting=len(self._open) - num_arrived, usage=self._usage,
+        )  # fmt: skip
 
     async def _served_version(self) -> int:
         if self._adapters is not None:
