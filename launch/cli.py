@@ -63,12 +63,14 @@ def script(parser: Parser, shell: str) -> str:
     if shell == "fish":
         lines = [f"complete -c myxa -n __fish_use_subcommand -xa '{' '.join(parser.commands)}'"]
         for name, each in parser.commands.items():
-            words = {"--set": " -xa '(myxa completion keys)'"}
-            told = [f"-l {flag[2:]}{words.get(flag, '')}" for flag in each.flags]
+            values = {"--set": " -xa '(myxa completion keys)'"}
+            told = [f"-l {flag[2:]}{values.get(flag, '')}" for flag in each.flags]
+            told += [f"-a '{word}'" for word in each.choices]
             told += ["-xa '(myxa completion knobs)'"] if name in ("get", "set") else []
             lines += [f"complete -c myxa -n '__fish_seen_subcommand_from {name}' {one}" for one in told]
         return "\n".join(lines) + "\n"
-    cases = "\n".join(f'    *:{name}:*) words="{" ".join(each.flags)}" ;;' for name, each in parser.commands.items())
+    words = {name: " ".join((*each.flags, *each.choices)) for name, each in parser.commands.items()}
+    cases = "\n".join(f'    *:{name}:*) words="{offered}" ;;' for name, offered in words.items())
     return BASH.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
 
 

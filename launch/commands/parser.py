@@ -88,6 +88,12 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> tuple[str, ...]:
         return tuple(name for name in self.ready()._option_string_actions if name.startswith("--"))
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Words other than flags that are declared."""
+        words = (action for action in self.ready()._actions if not action.option_strings)
+        return tuple(str(one) for action in words for one in action.choices or ())
+
 
 def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
     """A sentence about a command that does not exist, or nothing."""

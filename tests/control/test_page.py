@@ -58,7 +58,7 @@ def test_who_asks_is_no_argument_of_a_caller() -> None:
 
 
 OFFERED = {
-    "se": "set", "whe": "where", "set --dr": "--dry-run", "logs --fo": "--follow", "migrate --he": "--help",
+    "se": "set", "whe": "where", "set --dr": "--dry-run", "logs --fo": "--follow", "migrate --he": "--help", "migrate sl": "slime",
     "plan --set optimizer.weight_d": "optimizer.weight_decay=", "up --set models": "", "history weight_d": "",
     "set weight_d": "weight_decay", "get weight_d": "weight_decay",
 }  # fmt: skip
