@@ -3,8 +3,8 @@
 The launcher of node 0 hosts it; a run ends with it. While it is away nodes call each other by their mirrors. No member
 speaks in another's name: the caller is known by its connection, over ipc or in the process by the operating system.
 
-All are told of all, but processes of a crowd are told of others of a crowd only once one has asked for the other: what
-the registry sends would grow with the square of their number.
+All hear of all, but processes of a crowd hear of others of a crowd only once one has asked for the other: what the
+registry sends would grow with the square of their number.
 """
 
 from __future__ import annotations
