@@ -67,7 +67,7 @@ DEPTHS = {
 OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
 SUMS: dict[Any, Any] = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
 FLAG = re.compile(r"--[A-Za-z]")
-OVERRIDE = re.compile(r"(\+{0,2}|~)([\w@/-]+(?:\.[\w@/-]+)*)(?:=(.*))?", re.DOTALL)
+OVERRIDE = re.compile(r"\+{0,2}([\w@/-]+(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 SECRET = re.compile(r"(?i)(api|wandb|access|auth|admin)[-_.]?(api[-_.]?)?(key|token)|password|secret")
 """Names whose value is never shown or written."""
 INTERPOLATION = re.compile(r"\$\{(?:actor_rollout_ref\.)?([\w.]+)\}")
@@ -289,15 +289,12 @@ def read_hydra(file: Path, program: re.Pattern[str]) -> GivenArguments:
     else:
         for word, line in _words_for(program, re.compile(r"[+~]{0,2}\w[\w@/-]*(\.[\w@/-]+)+="), found):
             parts = OVERRIDE.fullmatch(word)
-            if parts and parts[1] == "~":
-                found.given.pop(parts[2].removeprefix(PREFIX), None)
-                found.remark(line, f"~{parts[2]} takes a key away there; here nothing is written for it")
-            elif parts is None or word.startswith("-") or parts[3] is None:
-                found.remark(line, f"{word} is no override, or names a config: not read")
-            elif has_gap(parts[3]):
-                found.put(parts[2], parts[3], line)
+            if parts is None or word.startswith("-"):
+                found.remark(line, f"{word} sets no key, or names a config: not read")
+            elif has_gap(parts[2]):
+                found.put(parts[1], parts[2], line)
             else:
-                _put_yaml(parts[2], parts[3], line, found)
+                _put_yaml(parts[1], parts[2], line, found)
     for name, (value, line) in found.given.items():
         other = INTERPOLATION.fullmatch(str(value))
         if other and other[1] in found.given:

@@ -141,12 +141,9 @@ def placement(nodes: Any, gpus: Any, size: Any, rollout: Any, shares: Any, fract
             f"engines of {size} GPUs do not fit {used} on a node: attach to such (engine.attach); here smaller ones"
         )
         size = used
-    for role, key, value in (
-        ("trainer", "nodes", [*range(nodes)]), ("trainer", "count", gpus), ("trainer", "devices", _span(0, gpus)),
-        ("rollout", "nodes", places), ("rollout", "count", used // size), ("rollout", "devices", _span(first, used)),
-    ):  # fmt: skip
-        made[f"roles.{role}.{key}"] = value
-    return made
+    made |= {"roles.trainer.nodes": [*range(nodes)], "roles.trainer.count": gpus, "roles.rollout.nodes": places}
+    made |= {"roles.rollout.count": used // size, "roles.trainer.devices": _span(0, gpus)}
+    return made | {"roles.rollout.devices": _span(first, used)}
 
 
 def _span(first: int, num: int) -> str:

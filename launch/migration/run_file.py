@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...core.config.loading import Finding, inspect_config, toml_value
 from .arguments import SECRET, GivenArguments, has_gap, hidden, read_flags, read_hydra
@@ -36,8 +36,7 @@ GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sgla
 """Beginnings of keys that supervised training does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRow:
+class PeerRow(NamedTuple):
     """One line of the table."""
 
     only_if: str
@@ -77,7 +76,7 @@ class Migration:
         value, line = self.found.given[name]
         words = "" if value is True and self.peer == "slime" else toml_value(value).replace('"', "")
         words = "..." if SECRET.search(name) else hidden(words)
-        return f"{'--' if self.peer == 'slime' else ''}{name} {words:.60}".strip() + f" (line {line})"
+        return f"{'--' if self.peer == 'slime' else ''}{name} {words:.100}".strip() + f" (line {line})"
 
     def says(self, kind: str, names: Sequence[str], sentence: str) -> None:
         self.seen.update(names)
