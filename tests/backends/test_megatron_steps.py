@@ -350,7 +350,7 @@ def test_training_is_that_of_the_torch_trainer(
     ranks = results(out, name)
     assert len(ranks) == num_ranks
     for result in ranks:
-        if right["held_out"]:
+        if right.get("held_out"):
             check_metrics(result["held_out"], right["held_out"], "held out")
         for step, metrics in enumerate(right["metrics"]):
             check_metrics(result["metrics"][step], metrics, step)
