@@ -30,7 +30,8 @@ WEIGHTS = "*.safetensors"
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 OTHER_WEIGHTS = ("*/*", "consolidated*", "original*")
 """The same weights in another layout."""
-CARD = "README.md"
+CARD, ALWAYS = "README.md", ".gitattributes"
+"""A data set may lack the first."""
 DATA = re.compile(r"\.(jsonl|ndjson|json|parquet|arrow)(\.gz|\.zst)?$")
 NO_DATA = re.compile(r"(^|/)(\.[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json)$")
 LOOK_BYTES: Final = 256 << 20
@@ -147,7 +148,7 @@ class _Fetch:
         return (name,)
 
     def _data_set(self, name: HubName, key: str) -> tuple[HubName, ...]:
-        folder = _snapshot(name, key, (CARD,))
+        folder = _snapshot(name, key, (CARD, ALWAYS))
         name = replace(name, revision=folder.name)
         patterns = (name.file,) if name.file else _chosen(name, key, folder)
         try:

@@ -100,6 +100,9 @@ def fork(request: Request, tests: socket.socket, streams: list[int], report: int
     os.environ.clear()
     os.environ.update(request.env)
     tempfile.tempdir = None
+    if "HF_ENDPOINT" in request.env:  # what reads its variables when it is imported is imported anew
+        for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+            del sys.modules[name]
     paths = request.env.get("PYTHONPATH", "").split(os.pathsep)
     own = [str(Path(request.program).parent), sys.path[0]] if request.program else [request.folder]
     sys.path[:1] = [*own, *(path for path in paths if path and path not in sys.path)]

@@ -57,7 +57,7 @@ class Hub:
 
     def add(self, kind: str, name: str, files: Mapping[str, bytes], **more: Any) -> Repo:
         commit = hashlib.sha1(f"{name}{sorted(files)}{sum(map(len, files.values()))}".encode()).hexdigest()
-        repo = self.repos[kind, name] = Repo(dict(files), **{"commit": commit, **more})
+        repo = self.repos[kind, name] = Repo({".gitattributes": b"", **files}, **{"commit": commit, **more})
         return repo
 
     def add_folder(self, kind: str, name: str, folder: Path, **more: Any) -> Repo:
