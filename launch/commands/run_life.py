@@ -174,7 +174,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _add_init(parser: Parser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER", help="(%(default)s)")
-    parser.add_argument("--model", default="", metavar="FOLDER", help="model to train (a small one is made)")
+    parser.add_argument("--model", default="", help="folder or hub id of the model to train (a small one is made)")
 
 
 def _init(options: argparse.Namespace) -> int:

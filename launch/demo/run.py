@@ -22,6 +22,7 @@ from pathlib import Path
 import orjson
 
 from ...core.config import RunConfig, load_config
+from ...core.config.hub import hub_text
 from ...core.errors import ConfigError
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
@@ -139,13 +140,15 @@ MADE = ("model", "train.jsonl", "heldout.jsonl")
 
 
 def begin_task(folder: Path, model: str = "") -> int:
-    """Write a small task that learns at once, to be changed: reward, rows and run file. `model`: folder of the model to
-    train; empty: the demo's warm one is made. Returns the exit status. Raises ConfigError where a file is there already
-    or the model is not."""
+    """Write a small task that learns at once, to be changed: reward, rows and run file. `model`: the model to train, a
+    folder or hub id; empty: the demo's warm one is made. Returns the exit status. Raises ConfigError where a file is
+    there already or the model is not."""
     if there := [name for name in (*TASK_FILES, *MADE) if (folder / name).exists()]:
         raise ConfigError(f"{folder / there[0]} is there already", remedy="name a folder without these files")
-    if model and not Path(model, "config.json").is_file():
-        raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy="name a model's folder")
+    named = hub_text(model, "model", Path.cwd())
+    if model and not named and not Path(model, "config.json").is_file():
+        remedy = "name a model's folder, or one of the hub: org/name"
+        raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy=remedy)
     if not model:
         made = DemoOptions(folder / "warm-up", is_quiet=True)
         print("making a small model, for about 20 s ...", flush=True)
@@ -156,7 +159,7 @@ def begin_task(folder: Path, model: str = "") -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, template in TASK_FILES.items():
         text = (files("myxa.launch") / "templates" / template).read_text()
-        shown = json.dumps(str(Path(model).absolute()), ensure_ascii=False) if model else '"model"'
+        shown = json.dumps(named or str(Path(model).absolute()), ensure_ascii=False) if model else '"model"'
         (folder / name).write_text(text.replace('path = "model"', f"path = {shown}", 1))
     runpy.run_path(str(folder / "my_task.py"), run_name="__main__")  # writes the rows
     print(

@@ -103,7 +103,8 @@ class Membership:
             raise LaunchError(
                 f"{len(missing)} of {len(wanted)} nodes did not join within {timeout_s:g} s: "
                 f"{', '.join(map(str, missing))}{refusals}",
-                remedy="start `myxa launch` on every node with the --rdzv of node 0",
+                remedy="start `myxa launch` on every node with the --rdzv of node 0, with a longer --rdzv-timeout if "
+                "large models are fetched from the hub",
             ) from None
         if self._declined:
             raise LaunchError(self._declined, remedy="correct it there and start all nodes again")

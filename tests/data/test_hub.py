@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from tests.harness.hub import Asker, Hub
@@ -36,6 +37,8 @@ ROWS = {
 def hub() -> Iterator[Hub]:
     hub = Hub()
     hub.add("models", "acme/tiny", MODEL, tags=("v1",))
+    deep = b'---\nconfigs:\n- data_files: "**/*.jsonl"\n---\n'
+    hub.add("datasets", "acme/deep", {"README.md": deep, "a.jsonl": b"{}\n", "b/c/d.jsonl": b"{}\n"})
     hub.add("models", "acme/bin", {**CONFIG, "pytorch_model.bin": b"no"})
     hub.add("models", "acme/gated", MODEL, status=403)
     hub.add("models", "acme/login", MODEL, status=401)
@@ -83,6 +86,25 @@ def test_a_frozen_file_means_the_same_files(hub: Hub, asker: Asker, tmp_path: Pa
     assert all(Path(one).is_file() for one in found["paths"][1][:2])
 
 
+def test_every_key_of_a_model_or_of_data_takes_names(asker: Asker) -> None:
+    found = asker.fetched(
+        model="hf://acme/tiny",
+        train="",
+        data={"sources": {"a": {"path": ["hf://datasets/acme/rows:test", "/b.jsonl"]}}},
+        eval={"sets": {"c": {"path": "hf://datasets/acme/one"}}, "every": 1},
+        models={"user": {"path": "hf://acme/tiny@v1"}},
+        algo={"kind": "ppo", "kl_coef": 0.1, "ref_path": "hf://acme/tiny"},
+        critic={"enabled": True, "path": "hf://acme/tiny"},
+    )
+    assert "error" not in found, found
+    names = re.findall(r'"(hf://[^"]*)"', found["dump"])
+    assert len(names) == 7 and all(re.search("@[0-9a-f]{40}", one) for one in names), names
+
+
+def plain(pattern: str) -> str:
+    return pattern.partition("@[")[0].replace("**/", "")
+
+
 @pytest.mark.parametrize(
     ("name", "files"),
     [
@@ -91,13 +113,17 @@ def test_a_frozen_file_means_the_same_files(hub: Hub, asker: Asker, tmp_path: Pa
         ("acme/rows:main:train@[1:5]", "main/train-*@[1:5]"),
         ("acme/rows/main/*-0.jsonl", "main/*-0.jsonl"),
         ("acme/one", "data/rows.jsonl"),
+        ("acme/deep", "**/*.jsonl"),
     ],
 )
 def test_a_split_is_a_pattern_of_files(hub: Hub, asker: Asker, name: str, files: str) -> None:
     found = asker.fetched(train=f"hf://datasets/{name}")
     repo = re.split("[:/@]", name)[1]
     assert found["train"] == f"hf://datasets/acme/{repo}@{hub.repos['datasets', f'acme/{repo}'].commit}/{files}"
-    assert list(Path("/").glob(found["paths"][1].partition("@[")[0][1:]))
+    (snapshot,) = asker.home.glob(f"hub/datasets--acme--{repo}/snapshots/*")
+    wanted = {path for path in hub.repos["datasets", f"acme/{repo}"].files if PurePosixPath(path).match(plain(files))}
+    named = glob.glob(found["paths"][1].partition("@[")[0], recursive=True)
+    assert wanted and {str(Path(one).relative_to(snapshot)) for one in named} == wanted
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from tests.harness.commands import run
 
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.config import load_config
 
 TUTORIAL = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
 
@@ -35,6 +36,8 @@ def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: P
     again = run("init", "mine", folder=tmp_path, timeout_s=60)
     assert again.returncode == 2 and "mine/my_task.py is there already" in again.stderr
     assert (made / "my_task.py").read_text() == "mine"
+    named = run("init", "named", "--model", "Qwen/Qwen3-0.6B", folder=tmp_path, timeout_s=60)
+    assert named.returncode == 0 and load_config(tmp_path / "named" / "run.toml").model.path == "hf://Qwen/Qwen3-0.6B"
     nowhere = run("init", "other", "--model", "nowhere", folder=tmp_path, timeout_s=60)
     assert nowhere.returncode == 2 and "nowhere/config.json" in nowhere.stderr
     assert not (tmp_path / "other").exists()
