@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.harness.commands import Command, run
 from tests.harness.hub import Hub
 from tests.harness.run_job import make_job
+from tests.harness.waiting import wait_until
 
 from myxa.core.config import load_config
 from myxa.launch.run_dir import RunDir
@@ -81,3 +86,20 @@ def test_plan_of_a_large_model_reads_its_config_alone(tmp_path: Path) -> None:
     assert not [one for one in hub.asked if one.startswith("GET") and one.endswith((".safetensors", ".parquet"))]
     (problem,) = [one for one in json.loads(gated.stdout)["problems"] if one["severity"] == "error"]
     assert gated.returncode == 2 and problem["key"] == "model.path" and "is gated" in problem["message"]
+
+
+def test_ctrl_c_waits_for_no_download(tmp_path: Path) -> None:
+    make_job(tmp_path)
+    hub = Hub()
+    hub.add("models", "acme/slow", {"config.json": b"{}", "model.safetensors": bytes(8 << 20)}, pause_s=0.5)
+    words = (sys.executable, "-m", "myxa", "up", "run.toml", "--set", "model.path=acme/slow")
+    with hub.serving():
+        up = subprocess.Popen(words, cwd=tmp_path, env=hub.env(tmp_path / "home"), stdout=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: any(re.match("GET .*safetensors", one) for one in hub.asked), "the download")
+            up.send_signal(signal.SIGINT)
+            assert up.wait(10) == 130
+        finally:
+            up.kill()
+            up.wait()
+    assert not (tmp_path / "runs").exists()
