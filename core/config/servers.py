@@ -94,7 +94,7 @@ CANNOT: Mapping[str, str] = {
     "enable_multimodal": "prompts and samples are text",
     "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",
     "preferred_sampling_params": "each request says how it is sampled; set [rollout]",
-    "revision": "model.path is a folder; download that revision into it",
+    "revision": "say it in model.path, a hub id: org/name@revision",
 }
 """Beginning of a ServerArgs field -> why a run cannot do what it asks for, and what to do instead. The empty value, or
 what switches it off, says nothing and is allowed."""

@@ -216,7 +216,7 @@ CANNOT = {
     "is_embedding = true": "generate",
     'ssl_keyfile = "k"': "plain HTTP",
     'chat_template = "x.jinja"': "data.chat_template",
-    'revision = "main"': "download that revision",
+    'revision = "main"': "org/name@revision",
     "grpc_mode = true": "HTTP",
 }
 """Lines of [sglang] that ask for what a run cannot do, and what is said of them."""
