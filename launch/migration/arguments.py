@@ -91,16 +91,23 @@ class GivenArguments:
     remarks: list[str] = field(default_factory=list[str])
     program: str = ""
     """The training program, as the script calls it; empty for a list or a config."""
+    num_said: int = 0
+    """Arguments, each time that they are given, and remarks."""
 
     def put(self, name: str, value: Any, line: int) -> None:
         name = name.removeprefix(PREFIX)
         if name in self.given:
             self.remark(line, f"{name} is given again: this one counts, as there")
-        if len(self.given) >= MAX_ARGUMENTS:
-            raise self.error(line, f"more than {MAX_ARGUMENTS} arguments")
+        self._count(line)
         self.given[name] = Given(value, line)
 
+    def _count(self, line: int) -> None:
+        self.num_said += 1
+        if self.num_said > 2 * MAX_ARGUMENTS or len(self.given) >= MAX_ARGUMENTS:
+            raise self.error(line, f"more than {MAX_ARGUMENTS} arguments, or remarks about them")
+
     def remark(self, line: int, sentence: str) -> None:
+        self._count(line)
         self.remarks.append(f"line {line}: {hidden(sentence):.300}")
 
     def error(self, line: int, cause: str) -> ConfigError:
@@ -180,7 +187,10 @@ class Script:
             self.found.remark(self.line, f"{name}=({said}) depends on what is not run: not taken")
             return
         words = [word for token in self._tokens(body) if token["word"] for word in self._words(token["word"])]
-        self.arrays[name.rstrip("+")] = [*(self.arrays.get(name[:-1], []) if name[-1] == "+" else []), *words]
+        if name[-1] == "+":
+            self.arrays.setdefault(name[:-1], []).extend(words)
+        else:
+            self.arrays[name] = words
 
     def _words(self, text: str) -> list[Given]:
         """Of one as it is written: none or several where a value without quotes, or an array, has so many."""

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from .arguments import has_gap
+
 Keys = dict[str, Any]
 """Key of the run file -> value. The key "" holds a sentence for the user's hand."""
 
@@ -96,19 +98,30 @@ def kl_reward(coef: Any) -> Keys:
 
 def eval_sets(data: Any, *rest: Any) -> Keys:
     names = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "prompt_key", "label_key")
-    keys = {key: value for key, value in zip(names, rest, strict=True) if value is not None}
+    pairs = [*zip(names[2:5], rest[7:], strict=True), *zip(names, rest[:7], strict=True)]  # else as in generation
+    keys = {key: value for key, value in pairs if value is not None and not has_gap(value)}
     words = [str(one) for one in as_list(data)]
     if len(words) % 2 or any("." in name for name in words[::2]):
         raise Hand("is no list of names and files: write [eval.sets.NAME]")
     return {f"eval.sets.{name}": {"path": path, **keys} for name, path in zip(words[::2], words[1::2], strict=True)}
 
 
-def warmup(updates: Any, share: Any, steps: Any) -> Keys:
+def warmup(updates: Any, share: Any, end: Any, steps: Any, *a_step: Any) -> Keys:
+    """Counted in updates; a share is one of `end`, or else of all updates."""
     if updates is not None and updates >= 0:
         return {"optimizer.warmup_steps": updates}
-    if share and steps is None:
+    groups, samples, size, num = a_step
+    num = num or (groups * samples / size if groups and size else 1)
+    whole = end or (steps * num if steps else None)
+    if share and whole is None:
         raise Hand("is a share of a number of steps that the file does not say: set optimizer.warmup_steps")
-    return {"optimizer.warmup_steps": round(share * steps)} if share else {}
+    return {"optimizer.warmup_steps": round(share * whole)} if share else {}
+
+
+def warmup_of_steps(steps: Any, share: Any, total: Any, groups: Any, size: Any, passes: Any) -> Keys:
+    """Counted in training steps, whatever the updates in one."""
+    num = max(1, groups // size) * passes
+    return warmup(None if steps is None else steps * num, share, None, total, None, None, None, num)
 
 
 def least(rate: Any, low: Any) -> Keys:
@@ -119,8 +132,8 @@ def betas(first: Any, second: Any) -> Keys:
     return {"optimizer.betas": [first, second]}
 
 
-def tokens(per_gpu: Any, sharing: Any) -> Keys:
-    return {} if per_gpu is None else {"trainer.max_tokens_per_microbatch": per_gpu * sharing}
+def tokens(per_gpu: Any, *sharing: Any) -> Keys:
+    return {} if per_gpu is None else {"trainer.max_tokens_per_microbatch": per_gpu * math.prod(sharing)}
 
 
 def placement(nodes: Any, gpus: Any, size: Any, rollout: Any, shares: Any, fraction: Any) -> Keys:

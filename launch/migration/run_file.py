@@ -118,8 +118,6 @@ class Migration:
         own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
         if own:
             self.says("hand", names, f"{own}{f' ({row.remark})' if row.remark else ''}")
-        if not made and (fresh := [name for name in names if name not in self.seen]):
-            self.says("gone", fresh, "changes nothing as it is set")
         self.seen.update(names)
         self._write(row, made, (row.only_if, *names) if row.only_if else names)
 
@@ -158,7 +156,7 @@ class Migration:
         kept = self.listed.union(*(names for _, _, names in self.values.values()))
         for name in [name for name in self.found.given if name not in kept]:
             kind = "gone" if name in self.seen else "unknown"
-            self.says(kind, [name], "writes nothing as it is set" if name in self.seen else "is not in the table")
+            self.says(kind, [name], "changes nothing as it is set" if name in self.seen else "is not in the table")
 
     def _refused(self, problem: Finding) -> bool:
         """Take away what makes the loader refuse a key: that key, what its message names, or what is beside it."""

@@ -93,6 +93,60 @@ def test_async_slime_on_gpus_of_its_own(tmp_path: Path) -> None:
     assert (table["roles"]["trainer"]["devices"], table["roles"]["rollout"]["devices"]) == ("0-3", "4-7")
 
 
+@pytest.mark.parametrize(
+    ("peer", "arguments", "key", "value"),
+    [
+        ("slime", "--lr-warmup-fraction 0.1 --num-rollout 100 --num-steps-per-rollout 4", "optimizer.warmup_steps", 40),
+        ("slime", "--lr-warmup-fraction 0.1 --num-rollout 9 --lr-decay-iters 50", "optimizer.warmup_steps", 5),
+        ("slime", "--lr-warmup-iters 7 --num-rollout 9 --num-steps-per-rollout 4", "optimizer.warmup_steps", 7),
+        (
+            "slime",
+            "--eval-prompt-data a /e --rollout-temperature 0.8 --rollout-top-p 0.9",
+            "eval.sets.a.temperature",
+            0.8,
+        ),
+        (
+            "slime",
+            "--eval-prompt-data a /e --rollout-temperature 0.8 --eval-temperature 0",
+            "eval.sets.a.temperature",
+            0,
+        ),
+        ("verl", "actor.optim.lr_warmup_steps=10 data.train_batch_size=1024", "optimizer.warmup_steps", 40),
+        (
+            "verl",
+            "actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=5 data.train_batch_size=1024 actor.ppo_epochs=20",
+            "optimizer.warmup_steps",
+            40,
+        ),
+        ("verl", "actor.clip_ratio=0.4", "algo.clip_high", 0.2),
+        ("verl", "actor.clip_ratio=0.4 actor.clip_ratio_high=0.28", "algo.clip_high", 0.28),
+        (
+            "verl",
+            "actor.ppo_max_token_len_per_gpu=1000 actor.ulysses_sequence_parallel_size=4",
+            "trainer.max_tokens_per_microbatch",
+            4000,
+        ),
+    ],
+)
+def test_units_and_defaults_are_those_of_the_other_program(
+    peer: Peer, arguments: str, key: str, value: float, tmp_path: Path
+) -> None:
+    """As their sources have it: slime's schedule counts updates, verl's training steps; verl's `clip_ratio` is read
+    only where `clip_ratio_low` and `clip_ratio_high` are null, and these are 0.2 unless they are set."""
+    program = "python train.py" if peer == "slime" else "python -m verl.trainer.main_ppo"
+    one, table = made(peer, f"{program} {arguments}", tmp_path)
+    for name in key.split("."):
+        table = table[name]
+    assert table == value
+    kept = {name for _, _, names in one.values.values() for name in names}
+    assert not [said for said in one.lists["gone"] if said.split(" ")[0].lstrip("-") in kept], "in use, and not needed"
+
+
+def test_how_verl_samples_for_evaluation_is_not_dropped(tmp_path: Path) -> None:
+    one, _ = made("verl", "python -m verl.trainer.main_ppo rollout.val_kwargs.top_p=0.7", tmp_path)
+    assert "val_kwargs.top_p 0.7" in "".join(one.lists["hand"])
+
+
 def test_turns_on_the_gpus_of_several_nodes(tmp_path: Path) -> None:
     text = (
         "python train.py --hf-checkpoint /m --num-rollout 5 --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate"
@@ -194,6 +248,14 @@ def test_refused(peer: Peer, text: str, tmp_path: Path) -> None:
         migrate(peer, tmp_path / "run.sh")
 
 
+def test_overrides_without_end_are_refused_soon(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python -m verl.trainer.main_ppo " + "a.b=1 " * 40_000)
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match="more than"):
+        migrate("verl", tmp_path / "run.sh")
+    assert time.process_time() - begin < 5
+
+
 @pytest.mark.parametrize("kind", ["folder", "fifo"])
 def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
     (os.mkfifo if kind == "fifo" else os.mkdir)(tmp_path / "run.sh")
@@ -215,6 +277,8 @@ def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
         "a\\" * 60_000 + "\n",
         "$((" * 30_000,
         "".join(f"--a{number} " for number in range(20_000)),
+        "--a\n" * 60_000,
+        "python train.py --a 1 " + "if\n" * 60_000,
     ],
 )
 def test_hostile_scripts_end_soon(text: str, tmp_path: Path) -> None:
@@ -228,7 +292,7 @@ def test_hostile_scripts_end_soon(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["a: &a [1, 2]\nb: &b [*a, *a]\n", "[" * 5000, "a: [", "x: !!python/object/apply:os.getcwd []", "- 1\n- 2\n", "a: !!int ''",
-     "".join(f"a{number}: 1\n" for number in range(3000))],
+     "".join(f"a{number}: 1\n" for number in range(3000)), "a: 1\n" * 40_000],
 )  # fmt: skip
 def test_refused_configs(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
