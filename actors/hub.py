@@ -8,11 +8,13 @@ and time limits are huggingface_hub's, and so are `HF_HOME`, `HF_TOKEN`, `HF_END
 from __future__ import annotations
 
 import glob
+import json
 import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -32,6 +34,9 @@ OTHER_WEIGHTS = ("*/*", "consolidated*", "original*")
 """The same weights in another layout."""
 CARD, ALWAYS = "README.md", ".gitattributes"
 """A data set may lack the first."""
+MAX_CARD_BYTES: Final = 4 << 20
+MAX_CARD_PIECES: Final = 1 << 19
+"""Words and signs of what a card says of its files, written out."""
 DATA = re.compile(r"\.(jsonl|ndjson|json|parquet|arrow)(\.gz|\.zst)?$")
 NO_DATA = re.compile(r"(^|/)(\.[^/]*|dataset_infos?\.json|dataset_dict\.json|state\.json)$")
 LOOK_BYTES: Final = 256 << 20
@@ -136,7 +141,7 @@ class _Fetch:
         return texts[0] if len(texts) == 1 else texts
 
     def _model(self, name: HubName, key: str) -> tuple[HubName, ...]:
-        folder = _snapshot(name, key, MODEL_FILES)
+        folder = self._small(name, key, MODEL_FILES)
         name = replace(name, revision=folder.name)
         files = self._get(name, key, (*MODEL_FILES, WEIGHTS))
         if not any(one.endswith(WEIGHTS[1:]) for one in files or map(str, folder.iterdir())):
@@ -148,7 +153,7 @@ class _Fetch:
         return (name,)
 
     def _data_set(self, name: HubName, key: str) -> tuple[HubName, ...]:
-        folder = _snapshot(name, key, (CARD, ALWAYS))
+        folder = self._small(name, key, (CARD, ALWAYS))
         name = replace(name, revision=folder.name)
         patterns = (name.file,) if name.file else _chosen(name, key, folder)
         try:
@@ -163,13 +168,19 @@ class _Fetch:
             raise ConfigError(f"{key}: {name} has no file {', '.join(patterns)}", remedy="look at its files on the hub")
         return found
 
+    def _small(self, name: HubName, key: str, patterns: Sequence[str]) -> Path:
+        """Fetch what is read before anything else is asked for. The folder of the commit."""
+        if (missing := _missing(name, key, patterns)[0]) > LOOK_BYTES:
+            raise ConfigError(
+                f"{key}: {name} has {missing / GIB:.1f} GiB of {', '.join(patterns)}, which should be small",
+                remedy="do not use it, or fetch it yourself and name the folder or file",
+            )
+        return _snapshot(name, key, patterns)
+
     def _get(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[str, ...] | None:
         """Fetch all files that are like the patterns, if there is room and they are not too large. Their names; None:
         the hub cannot be asked, and all that is known to be needed is there."""
-        from huggingface_hub.file_download import DryRunFileInfo
-
-        found = cast("list[DryRunFileInfo] | None", _ask(name, key, patterns, dry_run=True))
-        missing = sum(one.file_size or 0 for one in found or () if one.will_download)
+        missing, names = _missing(name, key, patterns)
         folder = Path(_cache())
         free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
         planned = sum(one.num_bytes for one in self.downloads)
@@ -184,7 +195,7 @@ class _Fetch:
                 self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
             _snapshot(name, key, patterns)
             self.downloads[-1] = replace(self.downloads[-1], num_bytes=0)
-        return None if found is None else tuple(one.filename for one in found)
+        return names
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
@@ -206,6 +217,16 @@ def _snapshot(name: HubName, key: str, patterns: Sequence[str]) -> Path:
     if not COMMIT.fullmatch(folder.name):
         raise ConfigError(f"{key}: the hub answers with no commit: {folder.name!r}", remedy="check HF_ENDPOINT")
     return folder
+
+
+def _missing(name: HubName, key: str, patterns: Sequence[str]) -> tuple[int, tuple[str, ...] | None]:
+    """Bytes that the cache lacks of the files that are like the patterns, and the names of all of these; 0 and None if
+    the hub cannot be asked."""
+    from huggingface_hub.file_download import DryRunFileInfo
+
+    found = cast("list[DryRunFileInfo] | None", _ask(name, key, patterns, dry_run=True))
+    missing = sum(one.file_size or 0 for one in found or () if one.will_download)
+    return missing, None if found is None else tuple(one.filename for one in found)
 
 
 def _ask(name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
@@ -241,6 +262,11 @@ def _in_time(request: Any) -> None:
     }
 
 
+def _without_secrets(text: str) -> str:
+    """Addresses without user, password and signatures."""
+    return re.sub(r"(https?://)(?:[^\s/@'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
+
+
 def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
     """Cause and remedy."""
     from huggingface_hub.constants import ENDPOINT
@@ -262,10 +288,10 @@ def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
     if isinstance(error, RevisionNotFoundError):
         return f"the {repo} has no revision {name.revision}", "name a branch, tag or commit of it"
     cause = error.__cause__ or error
-    shown = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    shown = _without_secrets(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
     if isinstance(error, LocalEntryNotFoundError):
         is_off = isinstance(cause, OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE is set" if is_off else f"{ENDPOINT} does not answer: {shown}"
+        why = "HF_HUB_OFFLINE is set" if is_off else f"{_without_secrets(ENDPOINT)} does not answer: {shown}"
         return f"the {repo} is not whole in the cache, and {why}", f"fetch it where there is network, {both}"
     if isinstance(error, HfHubHTTPError):
         return f"the hub answers {shown}", "try again later: what is there stays; see status.huggingface.co"
@@ -316,16 +342,20 @@ def _told_splits(card: Path) -> dict[Split, tuple[str, ...]]:
     from huggingface_hub import metadata_load  # pyright: ignore[reportUnknownVariableType]
 
     try:
-        parts = msgspec.convert(metadata_load(card) or {}, _Card).configs
+        is_read = card.stat().st_size <= MAX_CARD_BYTES
+        told = cast("dict[str, Any]", metadata_load(card) or {}) if is_read else {}
+        pieces = json.JSONEncoder().iterencode(told.get("configs"))
+        if next(islice(pieces, MAX_CARD_PIECES, None), None) is not None:  # aliases of aliases are billions of files
+            return {}
+        parts = msgspec.convert(told, _Card).configs
     except Exception:  # noqa: BLE001 -- the YAML reader has its own errors; then files are named
         return {}
-    found: dict[Split, tuple[str, ...]] = {}
+    found: dict[Split, list[str]] = {}
     for part in parts:
         files = (part.data_files,) if isinstance(part.data_files, str) else part.data_files
         rows = files.items() if isinstance(files, dict) else [
             (one.split, one.path) if isinstance(one, _Files) else ("train", one) for one in files
         ]  # fmt: skip
         for split, path in rows:
-            more = (path,) if isinstance(path, str) else path
-            found[part.config_name, split] = (*found.get((part.config_name, split), ()), *more)
-    return {split: patterns for split, patterns in found.items() if patterns}
+            found.setdefault((part.config_name, split), []).extend((path,) if isinstance(path, str) else path)
+    return {split: tuple(patterns) for split, patterns in found.items() if patterns}

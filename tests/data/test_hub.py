@@ -26,6 +26,13 @@ configs:
 ---
 # rows
 """
+BOMB = f"""---
+a: &a [{"x, " * 500}]
+b: &b [{"{path: *a}, " * 500}]
+configs: [{"{data_files: *b}, " * 500}]
+---
+""".encode()
+"""A few KB that say 125 million files."""
 ROWS = {
     "README.md": CARD,
     **{f"{name}.jsonl": b"{}\n" for name in ("main/train-0", "main/train-1", "main/test-0", "main/test-1")},
@@ -44,6 +51,9 @@ def hub() -> Iterator[Hub]:
     hub.add("models", "acme/login", MODEL, status=401)
     hub.add("models", "acme/large", MODEL, sizes={"model.safetensors": 257 << 20})
     hub.add("datasets", "acme/large", {"rows.jsonl": b"{}"}, sizes={"rows.jsonl": 258 << 20})
+    hub.add("models", "acme/wordy", MODEL, sizes={"config.json": 1 << 40})
+    hub.add("datasets", "acme/wordy", {"README.md": CARD, "a.jsonl": b"{}"}, sizes={"README.md": 1 << 40})
+    hub.add("datasets", "acme/bomb", {"README.md": BOMB, "a.jsonl": b"{}\n", "b.jsonl": b"{}\n"})
     hub.add("models", "acme/huge", MODEL, sizes={"model.safetensors": 1 << 60})
     hub.add("datasets", "acme/rows", ROWS)
     hub.add("datasets", "acme/one", {"data/rows.jsonl": b"{}\n", "dataset_infos.json": b"{}", "x.py": b"no"})
@@ -140,6 +150,9 @@ def test_a_split_is_a_pattern_of_files(hub: Hub, asker: Asker, name: str, files:
         ({"train": "datasets/acme/rows:test@[0:5]"}, ["is of several patterns", "name one"]),
         ({"train": "datasets/acme/rows/x/*.jsonl"}, ["has no file x/*.jsonl"]),
         ({"train": "datasets/acme/two"}, ["names no splits", "a.jsonl, b.jsonl", "/a.jsonl"]),
+        ({"train": "datasets/acme/bomb"}, ["names no splits", "a.jsonl, b.jsonl"]),
+        ({"train": "datasets/acme/wordy"}, ["1024.0 GiB of README.md, .gitattributes"]),
+        ({"model": "acme/wordy"}, ["1024.0 GiB of *.json"]),
         ({"train": "datasets/acme/up"}, ["names files outside of it", "do not use"]),
         ({"train": "datasets/acme/out"}, ["out.jsonl", "'..'"]),
     ],
@@ -192,7 +205,9 @@ def test_plan_leaves_large_files_and_says_how_large(hub: Hub, asker: Asker) -> N
     found = asker.ask("looked_up", model="hf://acme/large", train="hf://datasets/acme/large")
     assert found["said"] == [["model.path", 257 << 20], ["data.train", 258 << 20]]
     assert {one.name for one in Path(found["paths"][0]).iterdir()} == set(CONFIG)
-    assert not [one for one in hub.asked[before:] if re.match("GET .*(safetensors|jsonl)", one)]
+    said = asker.ask("looked_up", model="hf://acme/wordy", train="hf://datasets/acme/wordy")["said"]
+    assert all("which should be small" in one[1] for one in said)
+    assert not [one for one in hub.asked[before:] if re.match("GET .*(safetensors|jsonl|acme/wordy/resolve)", one)]
     assert asker.ask("looked_up", model="hf://acme/tiny")["said"] == [["model.path", 0]]
 
 
@@ -245,6 +260,9 @@ def test_without_network_the_cache_counts(hub: Hub, tmp_path: Path) -> None:
     with Asker(hub, home, HF_ENDPOINT="http://127.0.0.1:9") as asker:
         assert asker.fetched(**whole)["paths"] == found["paths"]
         assert "http://127.0.0.1:9 does not answer" in asker.fetched(model="hf://acme/none")["error"]
+    with Asker(hub, home, HF_ENDPOINT="http://me:s3cr3t@127.0.0.1:9") as asker:
+        error = asker.fetched(model="hf://acme/none")["error"]
+        assert "http://127.0.0.1:9 does not answer" in error and "s3cr3t" not in error
     (Path(found["paths"][0]) / "model.safetensors").unlink()
     with Asker(hub, home, HF_HUB_OFFLINE="1") as asker:
         assert "is not whole in the cache" in asker.fetched(**whole)["error"]
