@@ -183,7 +183,7 @@ class _Fetch:
         missing, names = _missing(name, key, patterns)
         folder = Path(_cache())
         free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
-        planned = sum(one.num_bytes for one in self.downloads)
+        planned = sum({one.name: one.num_bytes for one in self.downloads if one.name != str(name)}.values())
         self.downloads.append(HubDownload(key, str(name), missing, free, str(folder)))
         if missing + planned > free:
             raise ConfigError(

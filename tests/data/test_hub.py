@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -217,6 +218,16 @@ def test_what_does_not_fit_on_the_disk_is_not_begun(hub: Hub, asker: Asker) -> N
         text = found.get("error") or found["said"][-1][1]
         assert "needs 1073741824.0 GiB" in text and "HF_HOME" in text
     assert not [one for one in hub.asked if re.match("GET .*huge.*safetensors", one)]
+
+
+def test_what_is_left_out_is_added_up_once(hub: Hub, asker: Asker) -> None:
+    most = {"model.safetensors": int(shutil.disk_usage(asker.home).free * 0.6)}
+    for name in ("acme/most", "acme/more"):
+        hub.add("models", name, MODEL, sizes=most)
+    named = {"model": "hf://acme/most", "algo": {"kl_coef": 0.1, "ref_path": "hf://acme/most"}}
+    assert [one[1] for one in asker.ask("looked_up", **named)["said"]] == [most["model.safetensors"]] * 2
+    named["algo"] = {"kl_coef": 0.1, "ref_path": "hf://acme/more"}
+    assert "needs" in asker.ask("looked_up", **named)["said"][-1][1]
 
 
 def test_a_broken_download_keeps_whole_files(hub: Hub, tmp_path: Path) -> None:
