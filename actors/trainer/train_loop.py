@@ -139,6 +139,8 @@ class TrainLoop:
         self._ranks_are_free = asyncio.Lock()
         """Held by the loop but at boundaries: ranks take one call after another, all in the same order."""
         self._stop_reason = ""
+        self._lost: TrainError | None = None
+        """Why ranks may be left in a collective that others did not reach, since an evaluation."""
         self._inventory = ""
 
     def go(self, start_version: int) -> None:
@@ -382,6 +384,8 @@ class TrainLoop:
         self._ranks_are_free.release()
         with self._meter.during("other", "evaluation"):
             await self._ranks_are_free.acquire()  # those that waited before come first
+        if self._lost is not None:
+            raise self._lost
 
     async def evaluate(self, prompts: Sequence[Prompt]) -> EvalResult:
         """Means over these pairs, in steps of `algo.batch_size`. Raises TrainError for a run without pairs, the error
@@ -410,12 +414,18 @@ class TrainLoop:
         async with self._ranks_are_free:
             version, size = max(self.link.version, 0), options.algo.batch_size
             for start in range(0, len(pairs), size):
+                if self._stop_reason and not self.knobs.is_at_end:
+                    raise TrainError("the run stops before all held-out pairs are compared")
                 part = pairs[start : start + size]
                 plan = await planned_step(
                     version, ClaimedBatch(part), self.knobs.planned(options), self.options.trainer.step_timeout_s
                 )
                 shards = [msgspec.structs.replace(shard, is_held_out=True) for shard in plan.shards]
-                found = (await self._gang.train(shards, self.knobs.for_step())).metrics
+                try:
+                    found = (await self._gang.train(shards, self.knobs.for_step())).metrics
+                except TrainError as error:
+                    self._lost = error if self.options.world_size > 1 else None
+                    raise
                 sums.update({name: found[f"train/{name}"] * len(part) for name in OF_PAIRS})
         means = {name: total / len(pairs) for name, total in sums.items()}
         return EvalResult(

@@ -22,6 +22,7 @@ from myxa.actors.trainer.train_loop import TrainLoopOptions
 from myxa.actors.trainer.trainer import Trainer, TrainerOptions
 from myxa.actors.weights.channels.host import make_writer
 from myxa.actors.weights.publish import ChannelEnd
+from myxa.core.actor import Actor
 from myxa.core.config import AlgoConfig, OptimizerConfig, TrainerConfig
 from myxa.core.errors import TrainError
 from myxa.core.files import FileEntry, describe_file
@@ -209,13 +210,15 @@ async def trainer_room(
     model: Path, run_dir: Path, *, num_steps: int = 0, algo: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None, checkpoints: dict[str, Any] | None = None,
     resume: str = "", restored: dict[str, KnobValue] | None = None, conductor: Conductor | None = None,
+    make_pair: Callable[[Prompt], Group] | None = None, second: Actor | None = None,
 ) -> AsyncGenerator[Room]:  # fmt: skip
+    """`second`: stands for another rank."""
     algo_config = AlgoConfig.model_validate({"batch_size": BATCH, **(algo or {})})
     optimizer_config = OptimizerConfig.model_validate({"lr": 1e-3, **(optimizer or {})})
     settings = RankSettings(model_path=str(model), algo=algo_config, optimizer=optimizer_config, num_steps=num_steps)
     leader = TrainLoopOptions(
-        world_size=1, num_steps=num_steps,
-        plan=StepPlanOptions(algo_config, num_ranks=1, max_tokens=64, minibatches=algo_config.minibatches),
+        world_size=1 if second is None else 2, num_steps=num_steps, make_pair=make_pair,
+        plan=StepPlanOptions(algo_config, num_ranks=1 if second is None else 2, max_tokens=64, minibatches=algo_config.minibatches),
         publishes=True, run_dir=str(run_dir),
         checkpoints=checkpoint_options(run_dir, **(checkpoints or {})), trainer=TrainerConfig(export_at_end=False),
         step_values=step_values(algo_config, optimizer_config),
@@ -229,6 +232,8 @@ async def trainer_room(
     try:
         await node.start(room.conductor, name="coordinator")
         await node.start(room.data, name="buffer")
+        if second is not None:
+            await node.start(second, name="trainer/1")
         await node.start(trainer, name="trainer/0")
         await room.conductor.until(lambda: bool(room.conductor.given), "set-up")
         yield room
