@@ -116,6 +116,8 @@ class _Fetch:
     downloads: list[HubDownload] = field(default_factory=list[HubDownload])
     """That were left out or are done."""
     findings: list[Finding] = field(default_factory=list[Finding])
+    silence: Exception | None = None
+    """Why the hub does not answer."""
 
     def run(self, config: RunConfig) -> RunConfig:
         """So that Ctrl-C waits for no answer."""
@@ -170,17 +172,17 @@ class _Fetch:
 
     def _small(self, name: HubName, key: str, patterns: Sequence[str]) -> Path:
         """Fetch what is read before anything else is asked for. The folder of the commit."""
-        if (missing := _missing(name, key, patterns)[0]) > LOOK_BYTES:
+        if (missing := self._missing(name, key, patterns)[0]) > LOOK_BYTES:
             raise ConfigError(
                 f"{key}: {name} has {missing / GIB:.1f} GiB of {', '.join(patterns)}, which should be small",
                 remedy="do not use it, or fetch it yourself and name the folder or file",
             )
-        return _snapshot(name, key, patterns)
+        return self._snapshot(name, key, patterns)
 
     def _get(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[str, ...] | None:
         """Fetch all files that are like the patterns, if there is room and they are not too large. Their names; None:
         the hub cannot be asked, and all that is known to be needed is there."""
-        missing, names = _missing(name, key, patterns)
+        missing, names = self._missing(name, key, patterns)
         folder = Path(_cache())
         free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
         planned = sum({one.name: one.num_bytes for one in self.downloads if one.name != str(name)}.values())
@@ -193,9 +195,56 @@ class _Fetch:
         if self.max_bytes is None or missing <= self.max_bytes:
             if missing:
                 self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
-            _snapshot(name, key, patterns)
+            self._snapshot(name, key, patterns)
             self.downloads[-1] = replace(self.downloads[-1], num_bytes=0)
         return names
+
+    # -- the hub's own client
+
+    def _snapshot(self, name: HubName, key: str, patterns: Sequence[str]) -> Path:
+        """The folder of a commit, with all files that are like the patterns."""
+        folder = Path(cast("str", self._ask(name, key, patterns)))
+        if not COMMIT.fullmatch(folder.name):
+            raise ConfigError(f"{key}: the hub answers with no commit: {folder.name!r}", remedy="check HF_ENDPOINT")
+        return folder
+
+    def _missing(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[int, tuple[str, ...] | None]:
+        """Bytes that the cache lacks of the files that are like the patterns, and the names of all of these; 0 and None
+        if the hub cannot be asked."""
+        from huggingface_hub.file_download import DryRunFileInfo
+
+        found = cast("list[DryRunFileInfo] | None", self._ask(name, key, patterns, dry_run=True))
+        missing = sum(one.file_size or 0 for one in found or () if one.will_download)
+        return missing, None if found is None else tuple(one.filename for one in found)
+
+    def _ask(self, name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
+        """What `snapshot_download` returns, or what it fails with in words; None for a dry run that cannot be made.
+        Once the hub did not answer, the cache alone is asked: each further name would wait as long."""
+        from huggingface_hub import get_session, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub.errors import DryRunError, HfHubHTTPError
+        from huggingface_hub.utils import disable_progress_bars
+
+        if dry_run and self.silence:
+            return None
+        hooks = get_session().event_hooks["request"]
+        if _in_time not in hooks:
+            hooks.append(_in_time)
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        try:
+            return snapshot_download(
+                name.repo, repo_type=name.kind, revision=name.revision or None, allow_patterns=list(patterns),
+                ignore_patterns=list(OTHER_WEIGHTS) if name.kind == "model" else None, dry_run=dry_run,
+                local_files_only=self.silence is not None,
+            )  # fmt: skip
+        except DryRunError as error:
+            cause = error.__cause__
+            self.silence = cause if isinstance(cause, Exception) and not isinstance(cause, HfHubHTTPError) else None
+            return None
+        except Exception as error:  # noqa: BLE001 -- its HTTP, disk and transfer libraries have errors of their own
+            error.__cause__ = error.__cause__ or self.silence
+            cause, remedy = _in_words(error, name)
+            raise ConfigError(f"{key}: {name}: {cause}", remedy=remedy) from None
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
@@ -209,47 +258,6 @@ def _listing(name: HubName, folder: Path) -> list[str]:
         return sorted(HfApi().list_repo_files(name.repo, revision=name.revision, repo_type=name.kind))
     except Exception:  # noqa: BLE001 -- as in `_ask`
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _snapshot(name: HubName, key: str, patterns: Sequence[str]) -> Path:
-    """The folder of a commit, with all files that are like the patterns."""
-    folder = Path(cast("str", _ask(name, key, patterns)))
-    if not COMMIT.fullmatch(folder.name):
-        raise ConfigError(f"{key}: the hub answers with no commit: {folder.name!r}", remedy="check HF_ENDPOINT")
-    return folder
-
-
-def _missing(name: HubName, key: str, patterns: Sequence[str]) -> tuple[int, tuple[str, ...] | None]:
-    """Bytes that the cache lacks of the files that are like the patterns, and the names of all of these; 0 and None if
-    the hub cannot be asked."""
-    from huggingface_hub.file_download import DryRunFileInfo
-
-    found = cast("list[DryRunFileInfo] | None", _ask(name, key, patterns, dry_run=True))
-    missing = sum(one.file_size or 0 for one in found or () if one.will_download)
-    return missing, None if found is None else tuple(one.filename for one in found)
-
-
-def _ask(name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
-    """What `snapshot_download` returns, or what it fails with in words; None for a dry run that cannot be made."""
-    from huggingface_hub import get_session, snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import DryRunError
-    from huggingface_hub.utils import disable_progress_bars
-
-    hooks = get_session().event_hooks["request"]
-    if _in_time not in hooks:
-        hooks.append(_in_time)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        return snapshot_download(
-            name.repo, repo_type=name.kind, revision=name.revision or None, allow_patterns=list(patterns),
-            ignore_patterns=list(OTHER_WEIGHTS) if name.kind == "model" else None, dry_run=dry_run,
-        )  # fmt: skip
-    except DryRunError:
-        return None
-    except Exception as error:  # noqa: BLE001 -- its HTTP, disk and transfer libraries have errors of their own
-        cause, remedy = _in_words(error, name)
-        raise ConfigError(f"{key}: {name}: {cause}", remedy=remedy) from None
 
 
 def _in_time(request: Any) -> None:

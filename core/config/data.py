@@ -32,6 +32,7 @@ from .section import (
     TopK,
     UnitFloat,
     check_json,
+    check_no_nul,
     check_urls,
     clashes,
     divides,
@@ -73,7 +74,7 @@ def parse_source(text: str) -> Source:
     """Split a name from its slice. Raises ValueError saying what is wrong with it."""
     if not text:
         raise ValueError("must not be empty")
-    if text.startswith(HUB):
+    if check_no_nul(text).startswith(HUB):
         HubName.of("dataset", SLICE.sub("", text))
     match = SLICED.fullmatch(text)
     if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):

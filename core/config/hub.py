@@ -19,7 +19,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator
 
-from .section import Means
+from .section import Means, check_no_nul
 
 HUB, DATASETS = "hf://", "datasets/"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -57,7 +57,7 @@ class HubName:
         match = FORMS[kind].fullmatch(text.removeprefix(HUB).removeprefix(DATASETS if kind == "dataset" else ""))
         found = {key: value or "" for key, value in match.groupdict().items()} if match else {}
         parts, file = found.pop("parts", ""), found.get("file", "")
-        if match is None or "@[" in file or {"..", "."} & {*file.split("/")}:
+        if match is None or "@[" in file or {"..", "."} & {*file.split("/"), *found["revision"].split("/")}:
             more = "org/name@revision" if kind == "model" else "datasets/org/name@revision:config:split"
             raise ValueError(f"a name of the hub must look like {HUB}{more}")
         return cls(kind, parts=tuple(filter(None, parts.split(":"))), **found)
@@ -85,7 +85,7 @@ def hub_text(text: str, kind: Kind, folder: Path) -> str:
 def _check_model(text: str) -> str:
     if text.startswith(HUB):
         HubName.of("model", text)
-    return text
+    return check_no_nul(text)
 
 
 ModelPath = Annotated[str, Means("model"), AfterValidator(_check_model)]

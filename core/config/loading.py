@@ -461,7 +461,7 @@ def _resolved(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> st
 def _absolute(text: str, folder: Path) -> str:
     # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written, but for a run
     # folder's "latest", which points at the run to be started by the time that its actors follow it.
-    path = Path(os.path.normpath(folder / Path(text).expanduser()))
+    path = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 -- that of Path fails for `~nobody`
     for above in (path, *path.parents):
         if above.name == "latest" and above.is_symlink():
             return str(above.resolve() / path.relative_to(above))

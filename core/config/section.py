@@ -129,9 +129,16 @@ class Means:
     meaning: Meaning
 
 
-PathText = Annotated[str, Means("path")]
-CodeName = Annotated[str, Means("code")]
-ProgramName = Annotated[str, Means("program")]
+def check_no_nul(text: str) -> str:
+    """Text that the operating system takes as a name; raises ValueError otherwise."""
+    if "\0" in text:
+        raise ValueError("must not hold the character NUL")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(check_no_nul), Means("path")]
+CodeName = Annotated[str, AfterValidator(check_no_nul), Means("code")]
+ProgramName = Annotated[str, AfterValidator(check_no_nul), Means("program")]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 CountInt = Annotated[int, Field(ge=0)]

@@ -23,6 +23,7 @@ import orjson
 
 from ...core.config import RunConfig, load_config
 from ...core.config.hub import hub_text
+from ...core.config.loading import toml_value
 from ...core.errors import ConfigError
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
@@ -176,7 +177,7 @@ def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_ste
 
 def _config(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> RunConfig:
     always = [
-        f'run.dir="{options.folder.absolute()}"',
+        f"run.dir={toml_value(str(options.folder.absolute()))}",
         f"run.seed={options.seed}",
         f"roles.trainer.count={options.ranks}",
     ]

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from myxa.core.config import AlgoConfig, RunConfig, dump_config, load_config
 from myxa.core.config.data import DataSettings
 from myxa.core.config.run import ModelSettings, parse_devices
+from myxa.core.errors import ConfigError
 
 MINIMAL = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
 
@@ -74,6 +75,24 @@ python = "python3.12"
     assert config.trainer.resume == f"{base}/ckpt"
     assert config.roles.rollout.python == f"{base}/venv/bin/python"
     assert config.roles.trainer.python == "python3.12"
+
+
+def test_the_home_of_nobody_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "~no-such-user/m"\n[data]\ntrain = "~/t.jsonl"\n')
+    config = load_config(file)
+    assert (config.model.path, config.data.train) == (str(tmp_path / "~no-such-user" / "m"), "/home/me/t.jsonl")
+
+
+@pytest.mark.parametrize(
+    "key", ["model.path", "algo.ref_path", "run.dir", "data.train", "eval.data", "reward.fn", "roles.trainer.python"]
+)
+def test_a_name_that_the_system_cannot_take_is_refused(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[data]\ntrain = "t.jsonl"\n')
+    with pytest.raises(ConfigError, match=rf"{key}.*NUL"):
+        load_config(file, [rf'{key}="a\u0000b"'])
 
 
 def test_paths_in_flags_and_the_default_run_dir_are_relative_to_the_current_folder(folder: Path) -> None:

@@ -172,7 +172,17 @@ def test_several_at_once_are_all_told(asker: Asker) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hf://a", "hf://a/b/c", "hf://a/b@", "hf://../b", "hf://a/b@x y", "hf://datasets/a/b"]
+    "name",
+    [
+        "hf://a",
+        "hf://a/b/c",
+        "hf://a/b@",
+        "hf://../b",
+        "hf://a/b@..",
+        "hf://a/b@refs/pr/..",
+        "hf://a/b@x y",
+        "hf://datasets/a/b",
+    ],
 )
 def test_what_is_no_name_is_no_configuration(name: str) -> None:
     with pytest.raises(ValueError, match="must look like hf://org/name@revision"):
@@ -245,12 +255,15 @@ def test_a_broken_download_keeps_whole_files(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_hub_that_does_not_answer_has_a_deadline(hub: Hub, tmp_path: Path) -> None:
     with Asker(hub, tmp_path / "home", HF_HUB_DOWNLOAD_TIMEOUT="1") as asker:
-        hub.is_silent = True
+        hub.is_silent, before = True, len(hub.asked)
         try:
-            found = asker.fetched(model="hf://acme/tiny")
+            found = asker.fetched(model="hf://acme/tiny", train=[f"hf://datasets/acme/{one}" for one in "abc"])
         finally:
             hub.is_silent = False
-    assert "does not answer: timed out" in found["error"]
+        assert found["error"].count("does not answer: timed out") == 4
+        asked = [one for one in hub.asked[before:] if "/acme/" in one]
+        assert len(asked) == 1, "one wait, however many names"
+        assert asker.fetched(model="hf://acme/tiny")["model"], "it is asked again another time"
 
 
 def test_without_network_the_cache_counts(hub: Hub, tmp_path: Path) -> None:

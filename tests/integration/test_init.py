@@ -45,10 +45,10 @@ def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: P
 
 @pytest.mark.soak
 def test_it_learns_from_nothing(tmp_path: Path) -> None:
-    assert run("init", folder=tmp_path, timeout_s=300).returncode == 0
-    done = run("up", "run.toml", "--quiet", folder=tmp_path / "my-task", timeout_s=600)
+    assert run("init", 'my "task', folder=tmp_path, timeout_s=300).returncode == 0
+    done = run("up", "run.toml", "--quiet", folder=tmp_path / 'my "task', timeout_s=600)
     assert done.returncode == 0, done.stderr
-    (metrics,) = (tmp_path / "my-task" / "runs").glob("my-task-*/metrics.jsonl")
+    (metrics,) = (tmp_path / 'my "task' / "runs").glob("my-task-*/metrics.jsonl")
     points = [json.loads(line)["values"] for line in metrics.read_text().splitlines()]
     rewards = [values["eval/reward"] for values in points if "eval/reward" in values]
     assert rewards[0] < 0.2 and max(rewards) > 0.4
