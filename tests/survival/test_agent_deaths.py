@@ -25,8 +25,6 @@ from tests.harness.waiting import wait_until
 
 PHASES = ("before", "stream", "between", "reward", "end")
 NUM_STEPS = 4
-PYTHON = f"{sys.executable} -S"
-"""Of agents, which need the standard library alone: there are dozens of them."""
 COMMON = """
 import http.client, json, os, signal, time, urllib.parse
 from pathlib import Path
@@ -181,7 +179,7 @@ class Deaths:
 @contextmanager
 def served(job: Job, port: int) -> Iterator[Callable[[], None]]:
     """The service of kind "pushed"; to be called from time to time: one that died is started again."""
-    words = [*PYTHON.split(), str(job.folder / "agent.py"), str(port)]
+    words = [sys.executable, str(job.folder / "agent.py"), str(port)]
     process = subprocess.Popen(words)
 
     def look() -> None:
@@ -209,8 +207,8 @@ def struck(folder: Path, kind: str, strikes: tuple[str, ...], *more: str) -> Dea
     (folder / "agent.py").write_text(COMMON + text)
     port = free_port()
     how = {
-        "program": ('rollout.workflow="agent"', f'agent.command="{PYTHON} agent.py"'),
-        "polls": ('rollout.workflow="agent"', f'agent.command="{PYTHON} agent.py"', "agent.polls=true", "agent.workers=2"),
+        "program": ('rollout.workflow="agent"', f'agent.command="{sys.executable} agent.py"'),
+        "polls": ('rollout.workflow="agent"', f'agent.command="{sys.executable} agent.py"', "agent.polls=true", "agent.workers=2"),
         "pushed": ('rollout.workflow="agent"', f'agent.url="http://127.0.0.1:{port}/"', "agent.silence_s=3"),
         "workflow": ('rollout.workflow="agent.py:solve"', "rollout.workers=1"),
     }[kind]  # fmt: skip

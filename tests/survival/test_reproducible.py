@@ -18,7 +18,6 @@ from tests.harness.waiting import wait_until
 from myxa.launch.control.client import ControlClient
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "reproducible.py"
-SETS = ["rollout.workers=2"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def test_c_one_engine_and_two_that_died_are_equal_to_the_bit(bench: Any, tmp_pat
     for layout, kill_at in (("1x1", 0), ("2x1", 6)):
         folder = tmp_path / layout
         folder.mkdir()
-        found.append(bench.make(folder, layout, Namespace(steps=8, overrides=SETS)).run(kill_at=kill_at, limit_s=270))
+        found.append(bench.make(folder, layout, Namespace(steps=8, overrides=[])).run(kill_at=kill_at, limit_s=270))
     one, two = found
     assert not one.differences(two), one.first_difference(two)
     assert one.whole == two.whole
