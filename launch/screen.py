@@ -6,6 +6,7 @@ It knows views and the terminal only.
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ..actors.checkpoints.folder import newest_whole
 from ..actors.rewards.guard import kind_of_cause
 from ..actors.sinks.jsonl import EVENTS_FILE
 from ..core.errors import MyxaError
@@ -110,6 +112,8 @@ class Screen:
             self._console.print(Text(f"run directory: {self._run_dir}"), soft_wrap=True)
         if ending.exit_code == 0:
             return
+        if newest_whole(self._run_dir / "checkpoints", reads_all=False)[0] is not None:
+            self._console.print(Text(f"to continue: myxa resume {shlex.quote(str(self._run_dir))}"), soft_wrap=True)
         if ending.first_failure is not None:
             for line in ending.first_failure.last_words().splitlines():
                 self._console.print(Text(clean(line)), soft_wrap=True)

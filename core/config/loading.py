@@ -352,7 +352,10 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
         match = DECODE_PLACE.search(str(error))
         line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
         column = f", column {match[2]}" if match and match[2] else ""
-        cause = f"is not TOML{column}: {DECODE_PLACE.sub('', str(error))}"
+        said = DECODE_PLACE.sub("", str(error))
+        if said == "Invalid value":
+            said += " -- text stands in quotes, lists in [...], true and false in small letters"
+        cause = f"is not TOML{column}: {said}"
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
     elif isinstance(error, FileNotFoundError):

@@ -35,6 +35,7 @@ OTHER_WORDS: Mapping[str, str] = {
     "show": "get", "explain": "get", "trace": "report",
     "checkpoint": "ckpt", "run": "up", "start": "up", "train": "up", "stop": "down", "end": "down",
     "quit": "down", "exit": "down", "shutdown": "down",
+    "export": "convert", "evaluate": "eval", "validate": "plan", "check": "plan", "new": "init", "create": "init",
 }  # fmt: skip
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
 
@@ -228,7 +229,11 @@ def show(options: argparse.Namespace, value: Any, render: Callable[[Any], Render
     if options.json:
         print(json.dumps(value), flush=True)
         return
-    drawn = render(value)
+    try:
+        drawn = render(value)
+    except msgspec.ValidationError as error:
+        cause = f"the run's answer is not of this version of myxa: {error}"
+        raise LaunchError(cause, remedy="use the myxa that started the run, or --json") from error
     if isinstance(drawn, str):
         if drawn:
             print(drawn, flush=True)
@@ -276,8 +281,11 @@ def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNot
 
 
 def client_or_folder(options: argparse.Namespace) -> ControlClient | Path:
-    """The run's client; of a run that has ended its folder, whose files answer. Raises LaunchError."""
+    """The run's client; of a run that has ended its folder, whose files answer: the newest run here goes before a live
+    one elsewhere. Raises LaunchError."""
     try:
+        if options.run_path is None and (RUNS / "latest" / CONFIG).is_file():
+            find_run(None, is_elsewhere_meant=False)
         return client_of(options)
     except LaunchError as error:
         folder = options.run_path if options.run_path is not None else RUNS / "latest"

@@ -75,15 +75,16 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-def find_run(named: Path | None, *, command: str = "") -> ControlNote:
-    """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else of this user
-    on this host. `command`: what was typed, of a command that changes the run: one elsewhere has to be named. Raises
-    LaunchError when there is none, or more than one to choose from, which it lists."""
+def find_run(named: Path | None, *, command: str = "", is_elsewhere_meant: bool = True) -> ControlNote:
+    """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else (unless not
+    `is_elsewhere_meant`) of this user on this host. `command`: what was typed, of a command that changes the run: one
+    elsewhere has to be named. Raises LaunchError when there is none, or more than one to choose from, which it lists.
+    """
     if named is not None:
         return _named(named)
     of_user = _live(_of_this_user())
     for found in (_live(RUNS.glob(f"*/{NOTE}")), [note for note in of_user if _is_below_here(note)], of_user):
-        if not found:
+        if not found or (found is of_user and not is_elsewhere_meant):
             continue
         listed = "".join(f"\n  {note.run_dir}" for note in found)
         if command and found is of_user:

@@ -8,12 +8,14 @@ that every group of samples has spread.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import runpy
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -134,7 +136,7 @@ def warm_up(options: DemoOptions) -> RunEnd:
     return result
 
 
-TASK_FILES = {"my_task.py": "my_task.py.txt", "run.toml": "my_task.toml"}
+TASK_FILES = {"my_task.py": "my_task.py.txt", "run.toml": "my_task.toml", "warm_up.toml": "warm_up.toml"}
 """File -> its template."""
 MADE = ("model", "train.jsonl", "heldout.jsonl")
 """What `begin_task` makes beside them."""
@@ -146,14 +148,19 @@ def begin_task(folder: Path, model: str = "") -> int:
     there already or the model is not."""
     if there := [name for name in (*TASK_FILES, *MADE) if (folder / name).exists()]:
         raise ConfigError(f"{folder / there[0]} is there already", remedy="name a folder without these files")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file", remedy="name a folder; a new one is made")
     named = hub_text(model, "model", Path.cwd())
     if model and not named and not Path(model, "config.json").is_file():
         remedy = "name a model's folder, or one of the hub: org/name"
         raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy=remedy)
     if not model:
         made = DemoOptions(folder / "warm-up", is_quiet=True)
-        print("making a small model, for about 20 s ...", flush=True)
-        if (code := warm_up(made).exit_code) or not (made.folder / "sft").exists():
+        print("making a small model, for 20 s to a minute ...", flush=True)
+        with redirect_stdout(io.StringIO()) as said:  # it names files that are removed below
+            code = warm_up(made).exit_code
+        if code or not (made.folder / "sft").exists():
+            print(said.getvalue(), end="")
             return code or 1
         (made.folder / "sft").resolve().joinpath("export").rename(folder / "model")
         shutil.rmtree(made.folder)

@@ -7,14 +7,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from myxa.core.errors import LaunchError
 from myxa.launch.cli import main
+from myxa.launch.commands.parser import show
 from myxa.launch.control.client import SeveralLiveRuns, find_run
 from myxa.launch.runtime_dir import PREFIX, short_base
+from myxa.launch.views.why import Reason
 
 
 @pytest.fixture
@@ -62,6 +67,31 @@ def test_f5_two_runs_below_are_listed(live_note: Path, tmp_path: Path, monkeypat
         find_run(None)
     monkeypatch.chdir(live_note)
     assert find_run(None).run_dir == str(live_note), "the one of this folder"
+
+
+def test_the_run_here_that_is_over_goes_before_a_live_one_elsewhere(
+    live_note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over = tmp_path / "project" / "runs" / "mine-1"
+    over.mkdir(parents=True)
+    (over / "config.toml").write_text("")
+    (over / "samples.jsonl").write_text("")
+    (over.parent / "latest").symlink_to(over.name)
+    monkeypatch.chdir(tmp_path / "project")
+    main(["samples"])
+    assert f"run mine-1 in {over} is over" in capsys.readouterr().err
+    assert find_run(None).run_dir == str(live_note), "of what only a live run answers"
+
+
+def test_an_answer_of_another_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def page(answer: dict[str, object]) -> str:
+        return msgspec.convert(answer, Reason).sentence
+
+    known = {"bound": "data", "sentence": "it waits", "share": 1.0}
+    show(Namespace(json=False), known, page)
+    assert capsys.readouterr().out == "it waits\n"
+    with pytest.raises(LaunchError, match="another_field"):
+        show(Namespace(json=False), {**known, "another_field": 1}, page)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "over", "gone"])

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,8 +54,8 @@ def commands(block: str) -> list[str]:
 
 @pytest.mark.parametrize("page", [README, TUTORIAL, GSM8K], ids=lambda page: page.name)
 def test_every_command_of_the_page_is_typed_somewhere(page: Path) -> None:
-    (check, live), rest = blocks(TUTORIAL, "sh")[1:], blocks(README, "sh")[1]
-    typed = {*commands(check), *commands(live), *commands(rest), *commands(blocks(GSM8K, "sh")[1]), *ELSEWHERE}
+    typed_blocks = (*blocks(TUTORIAL, "sh")[1:], blocks(README, "sh")[1], blocks(GSM8K, "sh")[1])
+    typed = {*ELSEWHERE}.union(*map(commands, typed_blocks))
     assert [one for block in blocks(page, "sh") for one in commands(block) if one not in typed] == []
     unnamed = [block for block in blocks(page, "") if re.search(r"^(myxa|make|python|pip) ", block, re.MULTILINE)]
     assert unnamed == [], "a block of commands is marked as sh"
@@ -94,6 +95,8 @@ def running(words: list[str], place: Path, steps: int) -> Iterator[Live]:
         live.launcher.send_signal(signal.SIGINT)
         said, _ = live.launcher.communicate(timeout=90)
     assert live.launcher.returncode == 130, said
+    whole = any((place / "runs").glob("*/checkpoints/version_*"))
+    assert (f"to continue: myxa resume {live.run_dir}" in said) == whole, said
 
 
 def typed(live: Live, command: str) -> str:
@@ -128,6 +131,22 @@ def test_tutorial_and_readme_are_typed_on_one_run(folder: Path) -> None:
         pass
     found = audit(first)
     assert len(found.trained) == len(set(found.trained)) >= 20
+
+
+def test_other_words_are_imitated_and_then_trained_on(folder: Path, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(folder, tmp_path / "mine", ignore=shutil.ignore_patterns("runs")))
+    warm_up = blocks(TUTORIAL, "toml")[1]
+    assert warm_up.count("num_steps = 40") == warm_up.count("batch_size = 64") == 1
+    smaller = warm_up.replace("num_steps = 40", "num_steps = 3").replace("batch_size = 64", "batch_size = 8")
+    (place / "warm_up.toml").write_text(smaller)
+    live = Live(Job(place), Command(["--version"], place))
+    live.launcher.communicate(timeout=60)
+    typed(live, "python my_task.py")
+    imitate, train = commands(blocks(TUTORIAL, "sh")[3])
+    assert "finished after 3 of 3 steps" in typed(live, imitate)
+    assert "finished after 2 of 2 steps" in typed(live, f"{train} --set run.num_steps=2")
+    begun = json.loads((place / "runs" / "latest" / "origin.json").read_text())
+    assert begun and (place / "runs" / "latest").resolve().name.startswith("my-task-")
 
 
 CARD = b"""---

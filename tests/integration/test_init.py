@@ -15,8 +15,8 @@ from myxa.core.config import load_config
 TUTORIAL = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
 
 
-def block(kind: str) -> str:
-    return re.findall(rf"^```{kind}\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL)[0]
+def block(kind: str, number: int = 0) -> str:
+    return re.findall(rf"^```{kind}\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL)[number]
 
 
 def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: Path) -> None:
@@ -25,12 +25,14 @@ def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: P
     assert done.returncode == 0, done.stderr
     made = tmp_path / "mine"
     assert (made / "my_task.py").read_text() == block("python")
-    shown = (made / "run.toml").read_text().replace(json.dumps(str(tmp_path / "big model")), '"model"')
-    assert shown == block("toml")
+    for number, name in enumerate(("run.toml", "warm_up.toml")):
+        shown = (made / name).read_text().replace(json.dumps(str(tmp_path / "big model")), '"model"')
+        assert shown == block("toml", number)
     row = json.loads((made / "heldout.jsonl").read_text().splitlines()[0])
     assert row["label"] == "".join(sorted(row["prompt"].removeprefix("sort "), reverse=True))
-    planned = run("plan", "run.toml", folder=made, timeout_s=60)
-    assert planned.returncode == 0, planned.stdout + planned.stderr
+    for name in ("run.toml", "warm_up.toml"):
+        planned = run("plan", name, folder=made, timeout_s=60)
+        assert planned.returncode == 0, planned.stdout + planned.stderr
 
     (made / "my_task.py").write_text("mine")
     again = run("init", "mine", folder=tmp_path, timeout_s=60)
@@ -38,6 +40,8 @@ def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: P
     assert (made / "my_task.py").read_text() == "mine"
     named = run("init", "named", "--model", "Qwen/Qwen3-0.6B", folder=tmp_path, timeout_s=60)
     assert named.returncode == 0 and load_config(tmp_path / "named" / "run.toml").model.path == "hf://Qwen/Qwen3-0.6B"
+    onto_file = run("init", "mine/run.toml", folder=tmp_path, timeout_s=60)
+    assert onto_file.returncode == 2 and "mine/run.toml is a file" in onto_file.stderr
     nowhere = run("init", "other", "--model", "nowhere", folder=tmp_path, timeout_s=60)
     assert nowhere.returncode == 2 and "nowhere/config.json" in nowhere.stderr
     assert not (tmp_path / "other").exists()
@@ -45,7 +49,9 @@ def test_the_files_are_those_of_the_tutorial_and_none_is_overwritten(tmp_path: P
 
 @pytest.mark.soak
 def test_it_learns_from_nothing(tmp_path: Path) -> None:
-    assert run("init", 'my "task', folder=tmp_path, timeout_s=300).returncode == 0
+    made = run("init", 'my "task', folder=tmp_path, timeout_s=300)
+    assert made.returncode == 0
+    assert "warm-up/" not in made.stdout, "that folder is gone"
     done = run("up", "run.toml", "--quiet", folder=tmp_path / 'my "task', timeout_s=600)
     assert done.returncode == 0, done.stderr
     (metrics,) = (tmp_path / 'my "task' / "runs").glob("my-task-*/metrics.jsonl")
