@@ -325,7 +325,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
                 self._leader.tell_stop()
 
     async def _evaluate(self) -> None:
-        result = await self.evaluator.attempt()
+        result = await self.evaluator.attempt_due()
         if result is not None:
             await self._mind_reward(result.mean_reward)
 

@@ -25,6 +25,7 @@ class Evaluator:
         self._adoption = adoption
         self._adopter = adopter
         self._turn = asyncio.Lock()
+        self._is_waited_for = False
         self.known_version = -1
         """Evaluated last, if all answers were of it; the coordinator forgets it when the trainer goes back."""
 
@@ -45,6 +46,19 @@ class Evaluator:
         async with self._turn:  # one that is under way may be of that version
             is_known = self.known_version == self._state.known_version
         return None if is_known else await self.attempt()
+
+    async def attempt_due(self) -> EvalResult | None:
+        """The same, but for one that waits already: that will be of the newest version. Where evaluations take longer
+        than the steps between them, they do not queue."""
+        if self._is_waited_for:
+            return None
+        self._is_waited_for = True
+        try:
+            async with self._turn:
+                pass
+        finally:
+            self._is_waited_for = False
+        return await self.attempt_anew()
 
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.waiting import until
 
 from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.options import CoordinatorOptions
@@ -41,6 +43,8 @@ class World:
         self.broken = broken
         self.state = RunState(version=7)
         self.oldest = 6
+        self.gate = asyncio.Event()
+        self.gate.set()
         self.serving = {"rollout/0": 7}
         self.options = options = CoordinatorOptions(
             has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
@@ -68,6 +72,7 @@ class World:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self.asked.append(request)
+        await self.gate.wait()
         if request.name == self.broken:
             raise EngineError("it broke", remedy="none")
         reward = REWARDS.get(request.name, 0.5)
@@ -114,6 +119,20 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
     world.evaluator.known_version = -1  # the trainer went back, and makes it again
     await world.evaluator.attempt_anew()
     assert len(world.asked) == 3
+
+
+async def test_evaluations_that_take_longer_than_the_steps_between_them_do_not_queue() -> None:
+    world = World()
+    world.oldest, world.gate = 7, asyncio.Event()
+    first = asyncio.ensure_future(world.evaluator.attempt_due())
+    await until(lambda: len(world.asked) == 1, "the first is under way")
+    world.state.version = 8
+    others = [asyncio.ensure_future(world.evaluator.attempt_due()) for _ in range(5)]
+    await asyncio.sleep(0)
+    world.gate.set()
+    results = await asyncio.gather(first, *others)
+    assert len(world.asked) == 2
+    assert [one is not None for one in results] == [True, True, False, False, False, False]
 
 
 async def test_one_set_alone_does_not_speak_for_the_run() -> None:
