@@ -299,7 +299,8 @@ def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
     shown = _without_secrets(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
     if isinstance(error, LocalEntryNotFoundError):
         is_off = isinstance(cause, OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE is set" if is_off else f"{_without_secrets(ENDPOINT)} does not answer: {shown}"
+        said = "answers" if isinstance(cause, HfHubHTTPError) else "does not answer:"
+        why = "HF_HUB_OFFLINE is set" if is_off else f"{_without_secrets(ENDPOINT)} {said} {shown}"
         return f"the {repo} is not whole in the cache, and {why}", f"fetch it where there is network, {both}"
     if isinstance(error, HfHubHTTPError):
         return f"the hub answers {shown}", "try again later: what is there stays; see status.huggingface.co"

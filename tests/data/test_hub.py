@@ -266,6 +266,16 @@ def test_a_hub_that_does_not_answer_has_a_deadline(hub: Hub, tmp_path: Path) -> 
         assert asker.fetched(model="hf://acme/tiny")["model"], "it is asked again another time"
 
 
+def test_what_a_proxy_answers_is_told(hub: Hub, tmp_path: Path) -> None:
+    with Asker(hub, tmp_path / "home") as asker:
+        hub.status = 404
+        try:
+            found = asker.fetched(model="hf://acme/tiny")
+        finally:
+            hub.status = 0
+    assert f"{hub.url} answers Client error '404 Not Found'" in found["error"]
+
+
 def test_without_network_the_cache_counts(hub: Hub, tmp_path: Path) -> None:
     home, whole = tmp_path / "home", {"model": "hf://acme/tiny", "train": "hf://datasets/acme/rows:main:test"}
     with Asker(hub, home) as asker:

@@ -54,6 +54,8 @@ class Hub:
     """Method and path of each request."""
     is_silent: bool = False
     """Requests are taken and not answered."""
+    status: int = 0
+    """What every request is answered with, as a proxy does, instead."""
 
     def add(self, kind: str, name: str, files: Mapping[str, bytes], **more: Any) -> Repo:
         commit = hashlib.sha1(f"{name}{sorted(files)}{sum(map(len, files.values()))}".encode()).hexdigest()
@@ -104,6 +106,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             hub.asked.append(f"{self.command} {path}")
             while hub.is_silent:
                 time.sleep(0.02)
+            if hub.status:
+                return self._answer(hub.status, b"")
             api, file = API.match(path), FILE.match(path.partition("?")[0])
             kind = api[1] if api else "datasets" if file and file[1] else "models"
             name, revision = (api[2], api[4]) if api else (file[2], file[3]) if file else ("", "")
