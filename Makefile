@@ -112,7 +112,7 @@ define install
 	  echo "make: $(PYTHON) cannot make virtual environments (its ensurepip is missing)." >&2; \
 	  echo "make: install it (Debian, Ubuntu: the package python3-venv) or say make PYTHON=/path/to/another/python" >&2; exit 2; }
 	@$(BIN)/python -c '$(IS_NEW)' 2>/dev/null || $(PYTHON) -m venv --without-pip --clear $(VENV)
-	@echo "make: installing into $(VENV); the first time downloads torch"
+	@echo "make: installing into $(VENV); the first time downloads $(if $(findstring cpu,$(1)),torch,packages)"
 	@$(FIRST_PIP) --python $(BIN)/python install -q -c constraints.txt uv 2>/dev/null || \
 	  { $(BIN)/python -m ensurepip >/dev/null && $(PIP) install -q -c constraints.txt uv; }; \
 	$(UV) -c constraints.txt -e ".[$(1)]" pip || { echo "make: uv failed; trying pip" >&2; \

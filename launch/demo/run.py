@@ -172,7 +172,8 @@ def begin_task(folder: Path, model: str = "") -> int:
     runpy.run_path(str(folder / "my_task.py"), run_name="__main__")  # writes the rows
     print(
         f"{folder} has my_task.py (reward, rows; `python my_task.py` writes the rows again) and run.toml; next:\n\n"
-        f"  cd {shlex.quote(str(folder))}\n  myxa plan run.toml\n  myxa up run.toml"
+        f"  cd {shlex.quote(str(folder))}\n  myxa plan run.toml\n  myxa up run.toml\n\n"
+        "where the model gets nothing of another task right, warm_up.toml shows it some answers first"
     )
     return 0
 

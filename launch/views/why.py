@@ -48,7 +48,7 @@ REMEDIES: Mapping[Bound, str] = {
     "continues by itself",
     "paused": "`myxa resume`",
     "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
-    "else take easier prompts, or harder ones where all are right",
+    'else take easier prompts, or a run with algo.kind = "sft" before, or harder prompts where all are right',
     "generation": "`myxa scale rollout=N` where cores or GPUs are left, shorter answers (`myxa set max_new_tokens=N`), "
     "or a faster engine",
     "concurrency": "`myxa set concurrency=N`: the engines have room for more groups at once (rollout.max_groups)",
