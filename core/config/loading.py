@@ -354,7 +354,7 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
         column = f", column {match[2]}" if match and match[2] else ""
         said = DECODE_PLACE.sub("", str(error))
         if said == "Invalid value":
-            said += " -- text stands in quotes, lists in [...], true and false in small letters"
+            said += " -- write text in quotes, lists in [...], true and false in small letters"
         cause = f"is not TOML{column}: {said}"
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
@@ -464,7 +464,7 @@ def _resolved(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> st
 def _absolute(text: str, folder: Path) -> str:
     # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written, but for a run
     # folder's "latest", which points at the run to be started by the time that its actors follow it.
-    path = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 -- that of Path fails for `~nobody`
+    path = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 -- that of Path fails for a user without a home
     for above in (path, *path.parents):
         if above.name == "latest" and above.is_symlink():
             return str(above.resolve() / path.relative_to(above))
