@@ -112,8 +112,10 @@ def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> t
     if given is not None:
         return given, 0
     name = next((name for name in _NUM_NODES if env.get(name)), "")
+    if not name:
+        return 1, 0
     with raised_as(ConfigError, f"{name}={env[name]!r}", ValueError, remedy="give --nnodes"):
-        return parse_num_nodes(env[name]) if name else (1, 0)
+        return parse_num_nodes(env[name])
 
 
 def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> int:

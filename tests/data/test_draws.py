@@ -77,7 +77,9 @@ bounds = st.none() | st.integers(-30, 30)
 
 
 @settings(max_examples=40)
-@given(st.text(min_size=1).filter(lambda text: "@[" not in text), bounds, bounds, st.integers(0, 20))
+@given(
+    st.text(min_size=1).filter(lambda text: "@[" not in text and "\0" not in text), bounds, bounds, st.integers(0, 20)
+)
 def test_slices_are_pythons(path: str, start: int | None, stop: int | None, num_rows: int) -> None:
     source = Source(path, start, stop)
     text = f"{path}@[{'' if start is None else start}:{'' if stop is None else stop}]"

@@ -114,8 +114,8 @@ class Insider:
         corpus.me, corpus.corr = node._key, 0
         transport = node._transport
         assert isinstance(transport, SocketTransport)
-        assert transport._keys is not None
-        self.pair: KeyPair = transport._keys.own
+        assert transport.keys is not None
+        self.pair: KeyPair = transport.keys.own
 
     def _connect(self, endpoint: str, over_tcp: bool) -> zmq.Socket[bytes]:
         client = self.context.socket(zmq.DEALER)

@@ -152,7 +152,7 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
     found = audit_ledger(run_dir / "ledger.sqlite")
     assert found.problems == () and not found.dropped
     assert found.trained.total() == len(found.trained) == (rest + 2) * 4, "parked groups are neither lost nor doubled"
-    assert sampler.num_looks > 20 and sampler.highest["host:0"] <= 9 << 20
+    assert sampler.num_looks > 10 and sampler.highest["host:0"] <= 9 << 20
     points = [point["values"] for point in metrics(run_dir)]
     shares = [values for values in points if "memory/exposed_s" in values]
     assert shares and all(v["memory/exposed_s"] > 0 and v["memory/copied_bytes"] > 0 for v in shares)

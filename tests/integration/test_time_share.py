@@ -66,7 +66,7 @@ def test_a_run_in_turns_trains_what_a_run_trains_that_never_switches(job: Job) -
     assert losses(turns) == losses(never)
     one, other = (run / "export" / "model.safetensors" for run in (never, turns))
     assert one.read_bytes() == other.read_bytes()
-    assert sampler.num_looks > 20
+    assert sampler.num_looks > 10
     assert sampler.seen["trainer/0"] + sampler.seen["rollout/0"] > CAPACITY_MIB * MIB, "both at once would not fit"
     assert sampler.highest["host:0"] <= CAPACITY_MIB * MIB
     assert sorted(audit(turns).trained) == sorted(audit(never).trained)
@@ -84,7 +84,7 @@ def test_a_gang_takes_turns_with_two_engines(job: Job) -> None:
     facts = audit(run_dir)
     assert len(facts.trained) == len(set(facts.trained)) == 4 * 4
     assert not events(run_dir, "lease-refused")
-    assert sampler.num_looks > 20
+    assert sampler.num_looks > 10
     assert sampler.highest["host:0"] <= 18 * MIB
     told = [p["values"] for p in metrics(run_dir) if p["values"].get("lag/max") == 0]
     assert told

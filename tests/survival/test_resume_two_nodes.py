@@ -116,7 +116,7 @@ def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoN
     (told,) = [event["text"] for event in events(run_dir, "resumed")]
     assert "its own ledger" in told
     for node, seen in enumerate(watched):
-        assert seen.num_looks > 20
+        assert seen.num_looks > 10
         assert seen.seen[f"trainer/{node}"] + seen.seen[f"rollout/{node}"] > CAPACITY_MIB << 20, "not both at once"
         assert seen.highest[f"host:0@{node}"] <= CAPACITY_MIB << 20
     told = [p["values"] for p in metrics(run_dir) if p["values"].get("lag/max") == 0]
