@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
-import torch  # noqa: F401  # what its import opens and starts is not the actor's doing
+import torch
 from tests.harness.commands import Command
 from tests.harness.run_job import Job, audit, events, make_job, metrics
 from tests.harness.waiting import wait_until
@@ -107,8 +108,10 @@ async def until_status(rollout: EmbeddedRollout, is_met: Callable[[Any], bool], 
 
 
 def traces() -> dict[str, Any]:
-    """Everything that a guest could leave behind in this process. A library that it needs has handlers of its own."""
+    """Everything that a guest could leave behind in this process. Libraries that it needs have handlers and threads of
+    their own: transformers, numpy and torch, whose first sums in a fork start some."""
     importlib.import_module("transformers")
+    _ = np.ones((256, 256)) @ np.ones((256, 256)), torch.ones(1 << 20).exp()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         policy = asyncio.get_event_loop_policy()
