@@ -419,8 +419,8 @@ def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: in
     bounds = torch.arange(0, num * length + 1, length, device=device, dtype=torch.int32)
 
     def padded() -> Tensor:
-        rows = [x.view(num, length, -1, config.head_dim).transpose(1, 2) for x in (q, k, v)]
-        out = functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        rows = tuple(x.view(num, length, -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
+        out = functional.scaled_dot_product_attention(rows[0], rows[1], rows[2], is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def packed() -> Tensor:

@@ -69,12 +69,12 @@ def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank
         policy.gradient_norm()
         found["grads"] = whole(lambda tensor: getattr(tensor, "main_grad", torch.zeros_like(tensor)))
         rest: dict[str, Any] = {"is_back": False}
+        later, saved = found["weights"], str(Path(spec["out"]) / f"{case['name']}-saved")
         if case["trains"]:
             rest["metrics"] = backend.train(shard, {}).metrics
             later = found["later"] = whole(torch.Tensor.detach)
             rest["moved"] = {name: float((later[name] - found["weights"][name]).abs().max()) for name in later}
         if case["saves"]:
-            saved = str(Path(spec["out"]) / f"{case['name']}-saved")
             pending = backend.begin_save(saved, {})
             pending.write()
             pending.finish()
