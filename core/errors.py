@@ -236,7 +236,7 @@ class GatherError(CallError):
 
 
 class raised_as:  # noqa: N801 -- read as a statement: with raised_as(...)
-    """`with` or `async with`: an error of these causes that is raised inside is raised as `kind` instead, which says
+    """An error of these causes that is raised inside is raised as `kind` instead, which says
     what could not be done, then why."""
 
     def __init__(self, kind: type[MyxaError], what: str, *causes: type[BaseException], remedy: str = "") -> None:
@@ -244,8 +244,6 @@ class raised_as:  # noqa: N801 -- read as a statement: with raised_as(...)
         self._kind, self._what, self._causes, self._remedy = kind, what, causes, remedy
 
     def __enter__(self) -> None: ...
-
-    async def __aenter__(self) -> None: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -256,8 +254,3 @@ class raised_as:  # noqa: N801 -- read as a statement: with raised_as(...)
                 why = error.strerror  # the path is said already
             remedy = self._remedy or (error.remedy if isinstance(error, MyxaError) else "")
             raise self._kind(": ".join(filter(None, (self._what, why))), remedy=remedy) from error
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)

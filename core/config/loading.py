@@ -416,9 +416,17 @@ Rename = Callable[[str, Meaning, KeyPath], str | tuple[str, ...]]
 
 def with_named(config: RunConfig, rename: Rename) -> RunConfig:
     """The configuration with other names in its texts that name something; itself if all stay."""
-    before, table = (config.model_dump(by_alias=True) for _ in range(2))
-    _rename(table, rename)
-    return config if before == table else RunConfig.model_validate(table, by_alias=True, by_name=False)
+    is_other = False
+
+    def renamed(text: str, meaning: Meaning, key: KeyPath) -> str | tuple[str, ...]:
+        nonlocal is_other
+        found = rename(text, meaning, key)
+        is_other |= found != text
+        return found
+
+    table = config.model_dump(by_alias=True)
+    _rename(table, renamed)
+    return RunConfig.model_validate(table, by_alias=True, by_name=False) if is_other else config
 
 
 def _rename(table: Table, rename: Rename, above: KeyPath = ()) -> None:

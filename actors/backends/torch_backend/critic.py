@@ -8,7 +8,7 @@ with a head `score`, in the policy's place.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,45 +75,56 @@ def take_metrics(sums: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-class ValueModel(PackedModel):
-    """`forward` gives the value of the state before each of a layout's loss tokens."""
+class ScalarModel(PackedModel):
+    """The decoder with one number read off each state, by a head in float32."""
+
+    HEAD: ClassVar[str]
+    HAS_BIAS: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
         super().__init__(config, dtype=dtype, recomputes=recomputes)
-        self.value_head = Linear(config.hidden_size, 1, has_bias=True)
+        self.add_module(self.HEAD, Linear(config.hidden_size, 1, has_bias=self.HAS_BIAS))
+
+    @property
+    def head(self) -> nn.Module:
+        return self.get_submodule(self.HEAD)
 
     def exact_parts(self) -> tuple[nn.Module, ...]:
-        return (self.value_head,)
+        return (self.head,)
+
+    def numbers(self, layout: Layout) -> Tensor:
+        """float32 [M]: of the state before each of a layout's loss tokens."""
+        return self.head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
+
+
+class ValueModel(ScalarModel):
+    """`forward` gives the value of the state before each of a layout's loss tokens."""
+
+    HEAD, HAS_BIAS = "value_head", True
 
     def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> Tensor:
         """float32 [M]. It has no entropy, and no temperature: values are expectations, not draws."""
-        return self.value_head(self.hidden_Mh(layout).float()).squeeze(-1).clone()  # FSDP hooks no views
+        return self.numbers(layout)
 
 
-class ScoreModel(PackedModel):
+class ScoreModel(ScalarModel):
     """A reward model. `forward` gives the score of the text before each of a layout's loss tokens, in place of the
     token's log-prob."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype = torch.float32, recomputes: bool = False) -> None:
-        super().__init__(config, dtype=dtype, recomputes=recomputes)
-        self.score = Linear(config.hidden_size, 1)
-
-    def exact_parts(self) -> tuple[nn.Module, ...]:
-        return (self.score,)
+    HEAD = "score"
 
     def forward(self, layout: Layout, needs_entropy_grad: bool = False) -> TokenScores:
-        score_M = self.score(self.hidden_Mh(layout).float()).squeeze(-1).clone()
+        score_M = self.numbers(layout)
         return TokenScores(score_M, torch.zeros_like(score_M))
 
 
-def load_value_model(module: ValueModel | ScoreModel, folder: str, layers: ModelConfig) -> None:
+def load_value_model(module: ScalarModel, folder: str, layers: ModelConfig) -> None:
     """Copy a folder's weights into the float32 masters; what its head does not hold begins at zero. Raises ModelError
     if they do not fit."""
-    own = module.value_head if isinstance(module, ValueModel) else module.score
     parameters = dict(module.named_parameters())
     with torch.no_grad(), open_weights(folder, layers) as tensors:
         for name in layers.tensor_shapes():
             parameters[name].copy_(from_bytes(tensors[name]))
         head = value_head_in(tensors, layers, folder)
-        for name, parameter in own.named_parameters():
+        for name, parameter in module.head.named_parameters():
             parameter.copy_(from_bytes(head[name])) if name in head else parameter.zero_()

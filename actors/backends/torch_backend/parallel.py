@@ -57,14 +57,14 @@ class AdamW:
     """Whether torch's kernel for many tensors makes the update; None: on a GPU, which touches each number once then."""
 
     def __post_init__(self) -> None:
-        self._parameters = tuple(self.parameters)
+        self.parameters = tuple(self.parameters)
         self.num_updates = 0
-        parts = [local_part(p.detach()) for _, p in self._parameters]
+        parts = [local_part(p.detach()) for _, p in self.parameters]
         if self.offload is None:
             firsts, seconds = ([torch.zeros_like(part) for part in parts] for _ in range(2))
         else:
             firsts, seconds = self.offload.moments_like(parts)
-        names = [name for name, _ in self._parameters]
+        names = [name for name, _ in self.parameters]
         self._moments = dict(zip(names, zip(firsts, seconds, strict=True), strict=True))
         self._gradients = [] if self.offload is None else self.offload.gradients_like(parts)
 
@@ -78,9 +78,9 @@ class AdamW:
     def forget_gradients(self) -> None:
         """Drop all gradients; where they keep their memory, set them to zero."""
         if self.offload is None:
-            for _, parameter in self._parameters:
+            for _, parameter in self.parameters:
                 parameter.grad = None
-        for (_, parameter), gradient in zip(self._parameters, self._gradients, strict=False):
+        for (_, parameter), gradient in zip(self.parameters, self._gradients, strict=False):
             parameter.grad = gradient.zero_()
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class AdamW:
         moments = self.moments
         trained = [
             (weight_decay if p.ndim > 1 else 0.0, (local_part(p), local_part(p.grad), *moments[name]))
-            for name, p in self._parameters
+            for name, p in self.parameters
             if p.grad is not None
         ]
         is_fused = any(row[0].is_cuda for _, row in trained) if self.is_fused is None else self.is_fused
