@@ -133,8 +133,19 @@ def read_step(line: str) -> dict[str, float] | None:
     return {name: float(value) for name, value in pairs}
 
 
+def name_turn_end(path: Path) -> None:
+    """Give the last word of the wide vocabulary the name of a Qwen turn's end, which verl demands."""
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    words: dict[str, int] = whole["model"]["vocab"]
+    last = max(words, key=lambda word: words[word])
+    if words[last] >= 1000:
+        words["<|im_end|>"] = words.pop(last)
+        path.write_text(json.dumps(whole), encoding="utf-8")
+
+
 def used_mib() -> float:
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    query = ["nvidia-smi", "-i", visible, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         return max(map(float, subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split()))
     return 0.0
@@ -273,6 +284,7 @@ def main() -> None:
     limit_s = part_seconds(560.0)
     work = work_folder() / "peer_verl"
     make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
+    name_turn_end(work / "model" / "tokenizer.json")
     write_prompts(work / "prompts.jsonl", (options.steps + 4) * PROMPTS_A_STEP, seed=1)
     write_parquet(work / "prompts.jsonl", work / "prompts.parquet")
     (work / "reward.py").write_text(f"import zlib\nfrom typing import Any\n\n\n{inspect.getsource(compute_score)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import msgspec
@@ -45,26 +46,31 @@ def visible(layout: Layout) -> list[set[int]]:
     real = set(layout.slots_T.tolist())
     start = 0
     for block in layout.blocks:
-        for row in range(block.num_rows):
-            slots = range(start + row * block.row_len, start + (row + 1) * block.row_len)
+        lengths = [block.row_len] * block.num_rows if block.packed is None else block.packed.lengths
+        assert block.packed is None or block.packed.bounds.tolist() == [0, *itertools.accumulate(lengths)]
+        assert max(lengths) == block.row_len
+        for row, length in enumerate(lengths):
+            slots = range(start, start + length)
+            start += length
             for q, slot in enumerate(slots):
                 if slot not in real:
                     continue
                 keys = [
-                    k for k in range(block.row_len)
+                    k for k in range(length)
                     if (k <= q if block.mask_nLL is None else bool(block.mask_nLL[row, 0, q, k]))
                 ]  # fmt: skip
                 assert all(slots[k] in real for k in keys), "a real token must not attend to padding"
                 seen[int(layout.index_S[slot])] = {int(layout.index_S[slots[k]]) for k in keys}
-        start += block.num_rows * block.row_len
+    assert start == len(layout.index_S)
     return seen
 
 
+@pytest.mark.parametrize("packs_rows", [False, True])
 @pytest.mark.parametrize("linear_cost", [0.0, 30.0, 1e6])
 @pytest.mark.parametrize("seed", range(4))
-def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: float) -> None:
+def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: float, packs_rows: bool) -> None:
     samples = draw(seed, 24)
-    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost, packs_rows=packs_rows)
     assert sorted(layout.slots_T.tolist()) == sorted(set(layout.slots_T.tolist())), "one slot per token"
     seen = visible(layout)
     tokens, positions = layout.token_ids_T.tolist(), layout.positions_T.tolist()
@@ -80,6 +86,21 @@ def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: fl
             assert int(target) == token_ids(samples[i])[place]
         done.append(i)
     assert sorted(done) == [i for i, s in enumerate(samples) if s.loss_mask.any()]
+
+
+def test_rows_of_unequal_lengths_are_packed_and_equal_ones_are_a_rectangle() -> None:
+    """A rectangle has a faster kernel on some GPUs, which costs much for each new shape."""
+    unequal = [sample([1, 2], [3] * length, index=length) for length in (9, 2, 5)]
+    layout = plan_layout(unequal, range(3), linear_cost=None, packs_rows=True)
+    (block,) = layout.blocks
+    assert block.packed is not None
+    assert block.packed.lengths == (10, 3, 6)
+    assert layout.is_in_order
+    assert layout.slots_T.tolist() == list(range(19))
+    equal = plan_layout([unequal[0]] * 3, range(3), linear_cost=None, packs_rows=True)
+    assert [(block.packed, block.num_rows, block.row_len) for block in equal.blocks] == [(None, 3, 10)]
+    assert equal.is_in_order
+    assert not plan_layout(unequal, range(3), linear_cost=None).is_in_order
 
 
 def test_a_prompt_is_shared_when_products_cost_more_than_attention() -> None:

@@ -118,14 +118,19 @@ def judged(judge: Any, sample: TrainSample, temperature: float) -> tuple[torch.T
     return rows.gather(-1, ids[0, places][:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
 
 
-@pytest.mark.parametrize(("temperatures", "linear_cost"), [((0.6,), SHARING), ((1.0, 0.6, 1.4), ALONE)])
+@pytest.mark.parametrize(
+    ("temperatures", "linear_cost", "packs_rows"),
+    [((0.6,), SHARING, False), ((1.0, 0.6, 1.4), ALONE, False), ((1.0,), 30.0, True), ((1.0,), ALONE, True)],
+)
 def test_logprobs_entropies_and_gradients_equal_those_of_transformers(
     folder: Path,
     linear_cost: float,
+    packs_rows: bool,
     temperatures: tuple[float, ...],
 ) -> None:
     samples = make_shards(21, temperatures=temperatures)[0].samples
-    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost)
+    layout = plan_layout(samples, range(len(samples)), linear_cost=linear_cost, packs_rows=packs_rows)
+    assert any(block.packed is not None for block in layout.blocks) == packs_rows
     assert isinstance(layout.temperature, float) == (len(temperatures) == 1), "one temperature costs no tensor"
     module = load(folder)
     scores = module(layout, True)

@@ -1,9 +1,8 @@
 """Causal self-attention over packed sequences of unequal length, for megatron-core's layer specs.
 
-Works without Transformer Engine and flash-attn. On CUDA in half precision it runs the flash attention built into torch
-(`torch.nn.attention.varlen`), elsewhere one `scaled_dot_product_attention` per sequence: exact, nothing spent on
-padding. Rotary positions (RoFormer, https://arxiv.org/abs/2104.09864, eq. 34, on the first `rotary_dim` channels of a
-head) are applied here as well, before keys travel: tables once per micro-batch, one elementwise operation per layer.
+Works without Transformer Engine and flash-attn (`packed_attention`). Rotary positions (RoFormer,
+https://arxiv.org/abs/2104.09864, eq. 34, on the first `rotary_dim` channels of a head) are applied here as well, before
+keys travel: tables once per micro-batch, one elementwise operation per layer.
 
 Context parallelism: rank r of n holds chunks r and 2n-1-r of every sequence's 2n chunks ("zigzag": equal work for all
 under a causal mask). Keys and values are all-gathered, their gradients reduce-scattered (Llama 3 report,
@@ -16,22 +15,19 @@ every layer and cuts (since 0.19 also rotates) sequence by sequence: thousands o
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
-from ..torch_backend.tensors import from_array, integers, pieces
+from ..packed_attention import PackedRows, attend
+from ..torch_backend.tensors import from_array, integers
 from ..vocab_scores import fused
 from . import mcore
 from .batch import zigzag
@@ -67,33 +63,16 @@ def _rotated(x_Thd: Tensor, cos: Tensor, sin: Tensor, dim: int, is_interleaved: 
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
-try:
-    _varlen_attn: Any = import_module("torch.nn.attention.varlen").varlen_attn
-except (ImportError, AttributeError):  # torch before 2.10
-    _varlen_attn = None
-_OPTIONS: Mapping[str, Any] = inspect.signature(_varlen_attn).parameters if _varlen_attn is not None else {}
-_CAUSAL: Mapping[str, Any] = {
-    **({"window_size": (-1, 0)} if "window_size" in _OPTIONS else {"is_causal": True}),
-    **({"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}),
-}
 _PLAN = "myxa_plan"
 """Attribute of a micro-batch's PackedSeqParams under which its plan is kept for all layers of a stage."""
 
 
-def _cumulated(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """[0, l0, l0 + l1, ...] int32."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """What one rank attends to in one micro-batch, shared by all layers. Segment i of the queries sees segment i of the
-    keys, causally, both ending at the same token."""
+    """What one rank attends to in one micro-batch, shared by all layers; see `attend`."""
 
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    cu_query: Tensor
-    cu_key: Tensor
+    queries: PackedRows
+    keys: PackedRows
     key_rows: Tensor | None
     """Rows of the gathered keys [cp * T] that make the key segments; None without context parallelism."""
     tables: tuple[Tensor, Tensor]
@@ -108,11 +87,8 @@ def plan_attention(
     positions = torch.cat([torch.arange(length) for length in lengths])
     tables = rotary.tables(positions[own].to(device), dtype)
     if cp_size == 1:
-        cu = _cumulated(lengths, device)
-        whole = tuple(lengths)
-        return AttentionPlan(
-            query_lengths=whole, key_lengths=whole, cu_query=cu, cu_key=cu, key_rows=None, tables=tables
-        )
+        whole = PackedRows.of(lengths, device)
+        return AttentionPlan(queries=whole, keys=whole, key_rows=None, tables=tables)
     # where[t]: row of token t in the gathered keys, which lie rank by rank in each rank's own order
     gathered = from_array(np.concatenate([zigzag(lengths, num_chunks, rank) for rank in range(cp_size)]))
     where = torch.empty_like(gathered)
@@ -129,8 +105,8 @@ def plan_attention(
             rows.append(where[start : start + keys[-1]])
         start += length
     return AttentionPlan(
-        query_lengths=tuple(queries), key_lengths=tuple(keys), cu_query=_cumulated(queries, device),
-        cu_key=_cumulated(keys, device), key_rows=torch.cat(rows).to(device), tables=tables,
+        queries=PackedRows.of(queries, device), keys=PackedRows.of(keys, device),
+        key_rows=torch.cat(rows).to(device), tables=tables,
     )  # fmt: skip
 
 
@@ -210,40 +186,8 @@ class VarlenAttention(nn.Module):
             both = cast(Tensor, cast(Any, _GatherRows).apply(torch.cat([k, v], dim=-1), self._cp))
             both, width = both.index_select(0, plan.key_rows), k.shape[-1]
             k, v = both[..., :width], both[..., width:]
-        runs_flash = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen_attn is not None
-        out = self._flash(q, k, v, plan) if runs_flash else self._per_sequence(q, k, v, plan)
+        out = attend(q, k, v, plan.queries, plan.keys, self._scale)
         return out.reshape(out.shape[0], -1)
-
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1 and not _shares_key_heads(q.device):
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        options = dict(_CAUSAL)
-        if "scale" in _OPTIONS:
-            options["scale"] = self._scale
-        else:
-            q = q * (self._scale * q.shape[-1] ** 0.5)
-        longest, width = (max(plan.query_lengths), max(plan.key_lengths)), v.shape[-1]
-        whole = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))  # one width for all
-        return cast(Tensor, _varlen_attn(*whole, plan.cu_query, plan.cu_key, *longest, **options))[..., :width]
-
-    def _per_sequence(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        outs: list[Tensor] = []
-        keys = list(plan.key_lengths)
-        cuts = (list(plan.query_lengths), keys, keys)
-        parts = [pieces(x, cut) for x, cut in zip((q, k, v), cuts, strict=True)]
-        for segment in zip(*parts, strict=True):
-            one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in segment)  # [1, heads, tokens, d]
-            num_q, num_k = one_q.shape[2], one_k.shape[2]
-            mask: Tensor | None = None
-            if num_q != num_k:
-                mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-            out = scaled_dot_product_attention(
-                one_q, one_k, one_v, attn_mask=mask, is_causal=mask is None, scale=self._scale,
-                enable_gqa=one_k.shape[1] != one_q.shape[1],
-            )  # fmt: skip
-            outs.append(out.squeeze(0).transpose(0, 1))
-        return torch.cat(outs)
 
 
 class MegatronRMSNorm(nn.RMSNorm):
@@ -305,28 +249,3 @@ def _whole(part: Tensor) -> Tensor:
 def _of_this_rank(x: Tensor, config: Any) -> Tensor:
     """Under sequence parallelism this rank's share of the tokens, which the next projection gathers again."""
     return cast(Tensor, _mappings.scatter_to_sequence_parallel_region(x)) if config.sequence_parallel else x
-
-
-@cache
-def _shares_key_heads(device: torch.device) -> bool:
-    """Whether the installed kernel lets several query heads share a key head, as flash attention itself does; else
-    keys must be repeated, which costs their memory once more per layer. Older torch does not say, so it is tried."""
-    if "enable_gqa" in _OPTIONS:
-        return True
-    with torch.enable_grad():
-        waves = torch.arange(16 * 2 * 64, device=device).sin().reshape(16, 2, 64).to(torch.bfloat16)
-        bounds = _cumulated([5, 11], device)
-        try:
-            results = [_probe(waves, repeats, bounds) for repeats in (1, 2)]
-        except (RuntimeError, ValueError):
-            return False
-    return all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(*results, strict=True))
-
-
-def _probe(waves: Tensor, repeats: int, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and key gradient of two query heads on one key head, shared or repeated."""
-    query, key = waves.flip(0), waves[:, :1].clone().requires_grad_()
-    both = key.repeat_interleave(repeats, dim=1)
-    out = cast(Tensor, _varlen_attn(query, both, both, bounds, bounds, 11, 11, **_CAUSAL))
-    (grad,) = torch.autograd.grad(out.float().square().sum(), key)
-    return out, grad

@@ -20,6 +20,7 @@ from ....core.errors import ConfigError
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import TorchAdapters, WithoutAdapters
+from ..packed_attention import avoid_plans, runs_flash
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from .accounting import ReferenceModel, agree_on_source, load_functions
@@ -111,16 +112,19 @@ class TorchBackend(RankBackend[RankSettings]):
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        avoid_plans()
         return device
 
     def _trained(self, module: PolicyModel, world: World, model: ModelConfig, freeze: Sequence[str] = ()) -> TorchModel:
         trainer = self._config.trainer
+        is_own = trainer.impl == "own"
         return TorchModel(
             module.to(world.device),
             world,
             trainer.strategy,
             vocab_size=model.vocab_size,
-            linear_cost=linear_cost(model, world.device) if trainer.impl == "own" else None,
+            linear_cost=linear_cost(model, world.device) if is_own else None,
+            packs_rows=is_own and runs_flash(world.device, DTYPE_OF[trainer.dtype], model.head_dim),
             freeze=freeze,
         )
 

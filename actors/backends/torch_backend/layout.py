@@ -4,7 +4,8 @@ value per loss token beside them (`MicroBatch`).
     tokens    all sequences behind one another, no padding: every matrix product works on [T, ...]
     bundles   samples with the same prompt share one copy of it: prompt, answer 1, answer 2, ... One bundle is one row
               of attention; its mask lets an answer see the prompt and itself, never another answer
-    blocks    rows of similar length, padded to one rectangle [n, L], for `scaled_dot_product_attention`
+    blocks    rows of similar length, padded to one rectangle [n, L], for `scaled_dot_product_attention`; or rows of any
+              length behind one another, where there is a kernel for them (`packed_attention`)
     rows      hidden states that predict a loss token; only they pass the language-model head
 
 Sharing a prompt changes no number: a token's hidden state depends on the tokens before it alone, and every answer's
@@ -14,9 +15,9 @@ tokens, tokens behind the last loss token, the last token itself.
 A micro-batch's tensors are on the token axis M of the layout: loss tokens of all its samples, one after another. Masked
 tokens do not appear, so every mask over M is True.
 
-Library considered: `torch.nn.attention.flex_attention` and `varlen_attn` express the same masks, but need a compiler or
-a CUDA flash kernel; on a CPU the padded rectangle was the fastest of five layouts measured. (Prefix sharing as in the
-tree attention of SpecInfer, arXiv 2305.09781.)
+Library considered: `torch.nn.attention.flex_attention` expresses the same masks, but needs a compiler; on a CPU the
+padded rectangle was the fastest of five layouts measured. (Prefix sharing as in the tree attention of SpecInfer, arXiv
+2305.09781.)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import Tensor
 from ....algos.ratios import Segments
 from ....core.errors import TrainError, raised_as
 from ....core.samples import F32, NO_VERSION, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
+from ..packed_attention import PackedRows
 from ..vocab_scores import Temperature
 from .tensors import from_array
 
@@ -49,12 +51,18 @@ MIN_FILL = 0.75
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """A rectangle of attention: `num_rows` rows of `row_len` slots."""
+    """A rectangle of attention: `num_rows` rows of `row_len` slots; or packed rows, the longest of `row_len` slots."""
 
     num_rows: int
     row_len: int
     mask_nLL: Tensor | None
     """bool [num_rows, 1, row_len, row_len], True = may attend; None: plain causal rows."""
+    packed: PackedRows | None = None
+    """Where packed rows lie, from the block's first slot on; None: a rectangle."""
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_rows * self.row_len if self.packed is None else sum(self.packed.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class Layout:
     """bool [S]: False: padding."""
     slots_T: Tensor
     """int64 [T]: the one slot of each token."""
+    is_in_order: bool
+    """Whether slots are the packed tokens themselves, so that nothing has to be moved."""
     rows_N: Tensor
     """int64 [N]: packed tokens whose hidden state predicts something."""
     row_of_M: Tensor
@@ -106,12 +116,14 @@ def plan_layout(
     members: Sequence[int],
     *,
     linear_cost: float | None,
+    packs_rows: bool = False,
     device: torch.device | str = "cpu",
 ) -> Layout:
     """Lay out `samples[i] for i in members`.
 
     linear_cost: number of attended tokens whose attention costs as much as a token's matrix products; decides when
     sharing a prompt (fewer tokens, but a longer and half-empty attention row) pays. None: never.
+    packs_rows: causal rows of unequal lengths are packed; without, they are padded rectangles.
     Members without loss tokens are left out; a micro-batch without any loss token gives a layout of one token and
     M = 0, so that a rank with nothing to do can still take part in collective forwards.
     """
@@ -119,7 +131,7 @@ def plan_layout(
     packer = _Packer(samples, lengths)
     for bundle in _bundle(samples, [i for i in members if lengths[i] >= 0], lengths, linear_cost):
         packer.add(bundle)
-    return packer.layout(device)
+    return packer.layout(device, packs_rows)
 
 
 def _answer_inputs(sample: Sample) -> int:
@@ -158,6 +170,10 @@ def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float | None
     return extra <= alone * (linear_cost + alone / 2)
 
 
+_Row = tuple[int, int, bool]
+"""Of attention: its first packed token, its length, and whether answers share it."""
+
+
 class _Packer:
     """Appends bundles and closes with the index tensors."""
 
@@ -172,7 +188,7 @@ class _Packer:
         self._targets: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
         self._columns: list[I64] = []
         self._members: list[int] = []
-        self._bundles: list[tuple[int, int, bool]] = []
+        self._bundles: list[_Row] = []
 
     def add(self, bundle: _Bundle) -> None:
         start = self._num_tokens
@@ -197,7 +213,7 @@ class _Packer:
         self._segments.append(np.full(count, segment))
         self._num_tokens += count
 
-    def layout(self, device: torch.device | str) -> Layout:
+    def layout(self, device: torch.device | str, packs_rows: bool) -> Layout:
         if not self._bundles:
             self._append(np.zeros(1, np.int32), 0, 0)
             self._bundles.append((0, 1, False))
@@ -206,8 +222,8 @@ class _Packer:
         blocks: list[AttentionBlock] = []
         indexes: list[I64] = []
         offset = 0
-        for part in _blocks_of(self._bundles):
-            block, index = _block(part, segments_T, slots_T, offset, device)
+        for part in _blocks_of(self._bundles, packs_rows):
+            block, index = _block(part, segments_T, slots_T, offset, packs_rows, device)
             offset += len(index)
             blocks.append(block)
             indexes.append(index)
@@ -225,6 +241,7 @@ class _Packer:
             index_S=_to_device(np.concatenate(indexes), device),
             is_token_S=from_array(is_token_S).to(device),
             slots_T=_to_device(slots_T, device),
+            is_in_order=offset == self._num_tokens and bool((slots_T == np.arange(offset)).all()),
             rows_N=_to_device(rows_N, device),
             row_of_M=_to_device(row_of_M, device),
             targets_M=_to_device(np.concatenate(self._targets), device),
@@ -235,31 +252,36 @@ class _Packer:
         )
 
 
-def _blocks_of(bundles: Sequence[tuple[int, int, bool]]) -> list[list[tuple[int, int, bool]]]:
-    """Split bundles (start, length, is shared) into blocks of similar length, masked and causal ones apart."""
-    parts: list[list[tuple[int, int, bool]]] = []
-    for bundle in sorted(bundles, key=lambda b: (b[2], -b[1], b[0])):
+def _blocks_of(bundles: Sequence[_Row], packs_rows: bool) -> list[list[_Row]]:
+    """Split rows into blocks: masked and causal ones apart, of similar length unless they are packed."""
+    parts: list[list[_Row]] = []
+    for row in sorted(bundles, key=lambda row: (row[2], 0 if packs_rows and not row[2] else -row[1], row[0])):
         last = parts[-1] if parts else None
-        if last is not None and last[0][2] == bundle[2] and bundle[1] >= MIN_FILL * last[0][1]:
-            last.append(bundle)
+        is_alike = last is not None and last[0][2] == row[2]
+        if last is not None and is_alike and ((packs_rows and not row[2]) or row[1] >= MIN_FILL * last[0][1]):
+            last.append(row)
         else:
-            parts.append([bundle])
+            parts.append([row])
     return parts
 
 
 def _block(
-    part: Sequence[tuple[int, int, bool]], segments_T: I64, slots_T: I64, offset: int, device: torch.device | str
+    part: Sequence[_Row], segments_T: I64, slots_T: I64, offset: int, packs_rows: bool, device: torch.device | str
 ) -> tuple[AttentionBlock, I64]:
-    """(block, index [num_rows * row_len]) of padded rows; their slots, from `offset` on, are written into `slots_T`."""
-    starts = np.asarray([b[0] for b in part])
-    lengths = np.asarray([b[1] for b in part])
-    row_len = int(lengths.max())
+    """(block, index [its slots]); the slots of its tokens, from `offset` on, are written into `slots_T`."""
+    starts = np.asarray([row[0] for row in part])
+    lengths = np.asarray([row[1] for row in part])
+    row_len, is_shared = int(lengths.max()), part[0][2]
     index_nL = starts[:, None] + np.arange(row_len)
     valid_nL = np.arange(row_len) < lengths[:, None]
+    if packs_rows and not is_shared and (len(part) == 1 or not valid_nL.all()):  # equal ones are packed as they are
+        index = index_nL[valid_nL]
+        slots_T[index] = offset + np.arange(len(index))
+        return AttentionBlock(len(part), row_len, None, PackedRows.of(lengths.tolist(), device)), index
     index_nL[~valid_nL] = 0
     slots_T[index_nL[valid_nL]] = offset + np.flatnonzero(valid_nL)
     mask: Tensor | None = None
-    if part[0][2]:
+    if is_shared:
         mask = _tree_mask(_to_device(np.where(valid_nL, segments_T[index_nL], -1), device))
     return AttentionBlock(num_rows=len(part), row_len=row_len, mask_nLL=mask), index_nL.reshape(-1)
 

@@ -14,6 +14,7 @@ judges this file in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from ....core.errors import TrainError
 from ...models.hf_folder import open_weights
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
+from ..packed_attention import attend, shapes_come_again
 from ..vocab_scores import TokenScores, fused, score_tokens
 from .layout import Layout
 from .tensors import from_bytes, recomputed
@@ -150,27 +152,31 @@ class SelfAttention(nn.Module):
         outputs: list[Tensor] = []
         start = 0
         for block in layout.blocks:
-            end = start + block.num_rows * block.row_len
-            shape = (block.num_rows, block.row_len, -1, self.head_dim)
-            q, k, v = (x[start:end].view(shape).transpose(1, 2) for x in slotted)
-            out_nHLD = self._attend(q, k, v, block.mask_nLL)
-            outputs.append(out_nHLD.transpose(1, 2).flatten(2).flatten(0, 1))
+            end = start + block.num_slots
+            q, k, v = (x[start:end] for x in slotted)
+            if block.packed is not None:
+                out_SHD = attend(q, k, v, block.packed, block.packed, self.head_dim**-0.5)
+            else:
+                shape = (block.num_rows, block.row_len, -1, self.head_dim)
+                q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))
+                out_SHD = self._attend(q, k, v, block.mask_nLL).transpose(1, 2).flatten(0, 1)
+            outputs.append(out_SHD.flatten(1))
             start = end
         out_SI = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if rows_N is None:
-            return cast(Tensor, cast(Any, _UnpadRows).apply(out_SI, layout))
-        return pick_rows(out_SI, layout.slots_T[rows_N])
+        if rows_N is not None:
+            return pick_rows(out_SI, rows_N if layout.is_in_order else layout.slots_T[rows_N])
+        return out_SI if layout.is_in_order else cast(Tensor, cast(Any, _UnpadRows).apply(out_SI, layout))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_nLL: Tensor | None) -> Tensor:
-        """Attention inside one block: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
-        is_grouped = self.num_groups > 1
-        if is_grouped and mask_nLL is not None and q.is_cuda:
+        """Attention inside one rectangle: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
+        if mask_nLL is None:  # on CUDA rows of one length: few shapes
+            with shapes_come_again() if q.is_cuda else nullcontext():
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_groups > 1)
+        if q.is_cuda and self.num_groups > 1:
             # CUDA's kernel for masks knows no groups; without this torch would write out all of [n, heads, L, L].
             k, v = (x.repeat_interleave(self.num_groups, dim=1) for x in (k, v))
-            is_grouped = False
-        return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_nLL, is_causal=mask_nLL is None, enable_gqa=is_grouped
-        )
+        is_grouped = k.shape[1] != q.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_nLL, enable_gqa=is_grouped)
 
 
 def rotate(x_THD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -213,18 +219,19 @@ class DecoderLayer(nn.Module):
         return self._compute(x_Th, rope, layout, rows_N)
 
     def _compute(self, x: Tensor, rope: tuple[Tensor, Tensor], layout: Layout, rows_N: Tensor | None) -> Tensor:
-        slotted = _before_attention(x, self, rope, layout.index_S, layout.slots_T)
+        slots = None if layout.is_in_order else (layout.index_S, layout.slots_T)
+        slotted = _before_attention(x, self, rope, slots)
         attended = self.self_attn.attended(slotted, layout, rows_N)
         return _after_attention(x if rows_N is None else pick_rows(x, rows_N), self, attended)
 
 
 @fused
 def _before_attention(
-    x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor], index_S: Tensor, slots_T: Tensor
+    x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values in slots."""
+    """Queries, keys and values in slots (`Layout.index_S` and `slots_T`; None: tokens lie there as they are)."""
     heads = layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
-    return tuple(cast(Tensor, cast(Any, _PadRows).apply(x, index_S, slots_T)) for x in heads)
+    return heads if slots is None else tuple(cast(Tensor, cast(Any, _PadRows).apply(x, *slots)) for x in heads)
 
 
 @fused

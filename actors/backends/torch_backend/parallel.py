@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -173,13 +174,14 @@ class TorchModel(Replica, TrainedModel):
         *,
         vocab_size: int,
         linear_cost: float | None,
+        packs_rows: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
-        """`linear_cost`: see `plan_layout`."""
+        """`linear_cost`, `packs_rows`: see `plan_layout`."""
         super().__init__(module, world, strategy, is_trained=True, freeze=freeze)
         self.replicas = world
         self.vocab_size = vocab_size
-        self._linear_cost = linear_cost
+        self._layout = partial(plan_layout, linear_cost=linear_cost, packs_rows=packs_rows, device=world.device)
         # FSDP averages over ranks; this makes it a sum again.
         self._loss_scale = float(world.size) if self.is_sharded else 1.0
 
@@ -188,8 +190,7 @@ class TorchModel(Replica, TrainedModel):
         self.optimizer = AdamW(self._trained(), config.betas, config.eps, offload)
 
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Layout]:
-        cost, device = self._linear_cost, self.world.device
-        return [plan_layout(samples, members, linear_cost=cost, device=device) for members in micros]
+        return [self._layout(samples, members) for members in micros]
 
     def train(self, layouts: Sequence[Layout], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
         for number, layout in enumerate(layouts):
