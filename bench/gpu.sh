@@ -30,7 +30,8 @@
 #   repeats_probe trainer and engine of such a run, each alone and twice  1 GPU, SGLang, Megatron, 200 s
 #   agents     programs with the OpenAI SDK learn by the gateway  1 GPU, SGLang, 300 s
 #   peer_trl   TRL at the work of async20                 1 GPU, TRL, 120 s
-#   peer_verl  verl at the work of async20, as shipped and tuned  1 GPU, SGLang, verl, 560 s
+#   peer_verl  verl at the work of async20, tuned and as shipped  1 GPU, SGLang, verl, 560 s
+#   peer_verl_learn  verl and myxa learn the task of learn  1 GPU, SGLang, verl, 560 s
 #   live       tuned while it goes, through its socket    1 GPU (same GPU) or 2, SGLang, 150 s
 #   memory     all of these that this many GPUs are for; each can also be asked for by its own name:
 #     memory_selfcheck      the driver's calls, the allocator    1 GPU, 30 s
@@ -104,7 +105,7 @@ declare -A script=(
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train_profile]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
   [async20]=async20.py [async_balanced]=async20.py [long_tail]=long_tail.py [engine_start]=engine_start.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
-  [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py [peer_verl]=verl_step.py
+  [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py [peer_verl]=verl_step.py [peer_verl_learn]=verl_learn.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
   [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
   [memory_colocated_one]=memory_colocated.py [memory_colocated_tp]=memory_colocated.py
@@ -116,7 +117,7 @@ declare -A limit=(
   [topologies]=300 [weights_experts_fp8]=240
   [facts]=60 [rollout]=270 [train]=270 [train_profile]=340 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
-  [agents]=580 [peer_trl]=240 [peer_verl]=575
+  [agents]=580 [peer_trl]=240 [peer_verl]=575 [peer_verl_learn]=575
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
   [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
   [memory_gang]=170 [memory_gang_training]=270
@@ -125,7 +126,7 @@ declare -A gpus=(
   [lora_rollout]=1
   [topologies]=2 [weights_experts_fp8]=2
   [facts]=1 [rollout]=1 [train]=1 [train_profile]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [async_balanced]=1 [long_tail]=1 [engine_start]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
-  [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1 [peer_verl]=1
+  [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1 [peer_verl]=1 [peer_verl_learn]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
   [memory_colocated_one]=2 [memory_colocated_tp]=2
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
@@ -135,7 +136,7 @@ declare -A modules=(
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
   [facts]="" [rollout]=sglang [train]="" [train_profile]=megatron.core [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
-  [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets" [peer_verl]="verl ray"
+  [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets" [peer_verl]="verl ray" [peer_verl_learn]="verl ray"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
   [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
   [memory_colocated_one]="sglang megatron.core torch_memory_saver"
@@ -155,7 +156,7 @@ declare -A arguments=(
   [weights]="--placement $placement --backend $backend" [weights_experts]="" [weights_experts_fp8]="--fp8" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [speculative]="" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
   [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
-  [reproducible]="" [repeats_probe]="" [agents]="--backend $backend" [peer_trl]="" [peer_verl]=""
+  [reproducible]="" [repeats_probe]="" [agents]="--backend $backend" [peer_trl]="" [peer_verl]="" [peer_verl_learn]=""
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
   [memory_colocated_one]="$turns --servers one --part memory_colocated_one"
   [memory_colocated_tp]="$turns --set megatron.tp=2 --part memory_colocated_tp"
@@ -175,7 +176,7 @@ declare -A dry_arguments=(
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [peer_trl]="" [peer_verl]="--cases shipped,tuned,async"
+  [peer_trl]="" [peer_verl]="--cases shipped,tuned,polled,async" [peer_verl_learn]="--shape 0p5m --sft-steps 30 --steps 2"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
   [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
   [memory_colocated_tp]="--gpus 2 --part memory_colocated_tp"

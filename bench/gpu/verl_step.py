@@ -1,14 +1,16 @@
 """verl (FSDP, SGLang, Ray) at the work of `async20` on one GPU: shape, prompts, reward, group, batch, lengths, rate.
 
-    python verl_step.py [--cases tuned,shipped,async] [--steps 8] [--set KEY=VALUE ...] [--device cpu]
+    python verl_step.py [--cases polled,tuned,shipped,async] [--shape 0.6b] [--steps 8]
+                         [--set KEY=VALUE ...] [--device cpu]
 
 Each case is a run of verl's own program, with the kernels that our server has here (Triton attention, our sizes of
 graphs): `shipped`: synchronous, trainer and server in turns, its defaults but for sizes, dynamic batches and gradient
 checkpoints (none); `tuned`: what it offers to be faster where memory abounds (log-probs of the engine instead of a
-second pass, as myxa does; the server keeps its memory; Liger's kernels; fused AdamW); `async`: tuned, with generation
-that is interrupted for training and goes on after it (`colocate_async`: all that it has for one GPU. Its modes that
-generate while they train need GPUs of their own). The first three steps are left out. Where time is over the rest is
-left out.
+second pass, as myxa does; the server keeps its memory; Liger's kernels; fused AdamW); `polled`: tuned, and its trainer
+looks every 0.05 s for finished answers, not every 2 s (no setting says that: its key for a sampler of one's own does);
+`async`: polled, with generation that is interrupted for training and goes on after it (`colocate_async`: all that it
+has for one GPU. Its modes that generate while they train need GPUs of their own). The first three steps are left out.
+Where time is over the rest is left out.
 A dry run reads settings, prompts and reward with verl's own code and stops there: its trainer needs a GPU.
 Needs verl, Ray and SGLang (peers/bundle_verl.py); TRL must not be importable beside them.
 """
@@ -20,6 +22,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -27,6 +30,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,7 @@ SKIPPED_STEPS = 3
 LEAVING_S = 20.0
 """For a run whose steps are done; after it, it is ended."""
 PARTS = ("gen", "old_log_prob", "adv", "update_actor", "update_weights")
+BEGINS = "training begins"
 MARKS = (
     (r"Started a local Ray instance", "Ray is there"),
     (r"dataset len", "prompts are read"),
@@ -56,7 +61,7 @@ MARKS = (
     (r"Load weight end", "server's weights are there"),
     (r"Capture .*graph.* end|[Cc]apture.*graph.*elapsed", "graphs are captured"),
     (r"all initialize finished", "all is there"),
-    (r"Training Progress:", "training begins"),
+    (r"Training Progress:", BEGINS),
 )
 """In what it prints, and what has passed then."""
 
@@ -67,7 +72,29 @@ TUNED = (
     f"{MODEL}.use_liger=True",
     f"{ACTOR}.optim.override_optimizer_config={{fused:true}}",
 )
-CASES = {"shipped": (), "tuned": TUNED, "async": (*TUNED, "trainer.v1.trainer_mode=colocate_async")}
+POLLED = (
+    *TUNED,
+    "trainer.v1.sampler.custom_sampler.path=WORK/sampler.py",
+    "trainer.v1.sampler.custom_sampler.name=Prompt",
+)
+CASES = {
+    "shipped": (), "tuned": TUNED, "polled": POLLED,
+    "async": (*POLLED[:-1], "trainer.v1.sampler.custom_sampler.name=PromptAsync",
+              "trainer.v1.trainer_mode=colocate_async"),
+}  # fmt: skip
+"""Settings besides all the others; WORK stands for the folder of the part."""
+SAMPLER = """from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+
+class Prompt(ReplayBuffer):
+    def __init__(self, **given):
+        super().__init__(poll_interval=0.05, **given)
+
+
+class PromptAsync(ReplayBufferAsync):
+    def __init__(self, **given):
+        super().__init__(poll_interval=0.05, **given)
+"""
 
 UNFAIR = (
     "SGLang 0.5.17 and transformers 5.12 are later than those that verl names (0.5.12, 5.9)",
@@ -76,6 +103,7 @@ UNFAIR = (
     "all answers are of one length: what asynchrony and removed padding gain with unequal ones is not seen",
     "myxa as async20 has data up to two steps old: beside `shipped` and `tuned` belongs async.max_staleness=0 too",
     "servers of both use Triton attention; FlashAttention 3 and FlashInfer are not in the bundle",
+    "`shipped` and `tuned` wait in `gen` for full 2 s or 4 s: verl looks that often whether its answers are there",
 )
 """Told with the figures."""
 
@@ -119,6 +147,10 @@ class Watched:
     steps: list[dict[str, float]] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     """When each step had been told, in seconds from the start."""
+    passed_s: dict[str, float] = field(default_factory=dict)
+    """What of MARKS has passed, and when."""
+    evals: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, mean reward of held-out prompts, when it was told."""
     peak_mib: float = 0.0
     """The most that the GPU had in use, all processes together."""
     ended: str = ""
@@ -133,14 +165,22 @@ def read_step(line: str) -> dict[str, float] | None:
     return {name: float(value) for name, value in pairs}
 
 
+def read_eval(step: dict[str, float]) -> float | None:
+    """The mean reward of held-out prompts among such figures: verl tells the one that counts as `val-core`."""
+    return next((value for name, value in step.items() if re.fullmatch(r"val-core/.*/mean@\d+", name)), None)
+
+
 def name_turn_end(path: Path) -> None:
-    """Give the last word of the wide vocabulary the name of a Qwen turn's end, which verl demands."""
+    """Give the last token of a tokenizer the name of a Qwen turn's end, which verl demands and never uses here."""
     whole = json.loads(path.read_text(encoding="utf-8"))
     words: dict[str, int] = whole["model"]["vocab"]
+    added: dict[str, Any] = max(whole["added_tokens"], key=lambda token: token["id"])
     last = max(words, key=lambda word: words[word])
-    if words[last] >= 1000:
+    if words[last] > added["id"]:
         words["<|im_end|>"] = words.pop(last)
-        path.write_text(json.dumps(whole), encoding="utf-8")
+    else:
+        added["content"] = "<|im_end|>"
+    path.write_text(json.dumps(whole), encoding="utf-8")
 
 
 def used_mib() -> float:
@@ -152,10 +192,11 @@ def used_mib() -> float:
 
 
 def run(
-    folder: Path, sets: list[str], environment: dict[str, str], num_steps: int, limit_s: float, report: Report
-) -> Watched:
-    """One run of verl, with the seconds at which its stages pass; nothing of it is left. What it prints goes through a
-    file: a process that it leaves behind could hold a pipe open for ever."""
+    folder: Path, sets: list[str], environment: dict[str, str], num_steps: int, limit_s: float, report: Report,
+    *, enough: float = math.inf,
+) -> Watched:  # fmt: skip
+    """One run of verl, with the seconds at which its stages pass, until its held-out reward is `enough`; nothing of it
+    is left. What it prints goes through a file: a process that it leaves behind could hold a pipe open for ever."""
     began, found, case, waiting = time.monotonic(), Watched(), folder.name, dict(MARKS)
     folder.mkdir(parents=True, exist_ok=True)
     printed, log = folder / "printed.txt", folder / "verl.log"
@@ -185,14 +226,20 @@ def run(
             for line in whole:
                 stamped.write(f"{passed_s:7.1f} {line}\n")
                 for pattern in [pattern for pattern in waiting if re.search(pattern, line)]:
+                    found.passed_s[waiting[pattern]] = passed_s
                     report.say(f"- {case}, {passed_s:.1f} s: {waiting.pop(pattern)}")
-                step = read_step(line)
-                if step is not None:
+                step = read_step(line) or {}
+                if "timing_s/step" in step:
                     found.steps.append(step)
                     found.at_s.append(passed_s)
                     parts = ", ".join(f"{name} {number(step.get(f'timing_s/{name}'))}" for name in PARTS)
                     report.say(f"- {case}, {passed_s:.1f} s: step {len(found.steps)}, {parts}")
-            if is_over:
+                reward = read_eval(step)
+                if reward is not None:
+                    found.evals.append((len(found.steps), reward, passed_s))
+                    report.say(f"- {case}, {passed_s:.1f} s: held-out reward {reward:.3f}")
+            is_enough = bool(found.evals) and found.evals[-1][1] >= enough
+            if is_over or is_enough:
                 break
             is_done = len(found.steps) >= num_steps
             if passed_s > limit_s or (is_done and passed_s > found.at_s[-1] + LEAVING_S):
@@ -202,9 +249,16 @@ def run(
     end([one for one in list(seen.values()) if one.is_running()])
     status = process.wait()
     watcher.join(15.0)
-    if status and not found.ended and len(found.steps) < num_steps:
-        found.ended = f"it ended with {status}: {log.read_text(encoding='utf-8')[-3000:]}"
+    if status and not is_enough and not found.ended and len(found.steps) < num_steps:
+        found.ended = f"it ended with {status}: {errors_of(log)}"
     return found
+
+
+def errors_of(log: Path) -> str:
+    """The first lines of a log that name an error, and its end: Ray tells a worker's own far before."""
+    text = log.read_text(encoding="utf-8")
+    named = [line[:400] for line in text.splitlines() if re.search(r"Error\b", line)]
+    return "\n".join([*named[:8], "...", text[-2000:]])
 
 
 def tell(report: Report, case: str, found: Watched) -> None:
@@ -224,7 +278,7 @@ def tell(report: Report, case: str, found: Watched) -> None:
         ("tokens of an answer", number(of("response_length/mean"))),
         ("answer tokens a second", number(tokens / wall if wall else None)),
         ("peak of the trainer's process: allocated, reserved, GiB", "; ".join(
-            number(of(f"perf/max_memory_{kind}_gb")) for kind in ("allocated", "reserved"))),
+            number(of(f"actor/perf/max_memory_{kind}_gb")) for kind in ("allocated", "reserved"))),
         ("peak of the GPU, GiB", number(found.peak_mib / 1024)),
         ("first step told after, s", number(found.at_s[0] if found.at_s else None)),
     ]  # fmt: skip
@@ -263,9 +317,32 @@ def rehearse(report: Report, work: Path, sets: dict[str, list[str]], environment
         report.say(f"- {case}: " + next(line for line in done.stdout.splitlines() if line.startswith("seen:")))
 
 
+def require_verl(report: Report) -> None:
+    """Ends the part where verl cannot run."""
+    needed = ("verl", "ray", "sglang", "pandas", "pyarrow")
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    if lacking:
+        report.missing(f"cannot be imported: {', '.join(lacking)}")
+    if importlib.util.find_spec("trl") is not None:
+        report.missing("TRL can be imported: verl takes from it a name that later releases moved")
+
+
+def beside(work: Path, reward: Callable[..., float]) -> dict[str, str]:
+    """Write the code that verl loads into the part's folder; the environment that it needs."""
+    (work / "reward.py").write_text(f"import zlib\nfrom typing import Any\n\n\n{inspect.getsource(reward)}")
+    (work / "sampler.py").write_text(SAMPLER)
+    environment = hide_megatron(os.environ, work)
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+    return environment | {"HYDRA_FULL_ERROR": "1", "VERL_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
+
+
+def case_settings(case: str, work: Path) -> list[str]:
+    return [item.replace("WORK", str(work)) for item in CASES[case]]
+
+
 def main() -> None:
     args = parser(__doc__)
-    args.add_argument("--cases", default="tuned,shipped", type=some_of(CASES))
+    args.add_argument("--cases", default="polled,tuned", type=some_of(CASES))
     args.add_argument("--shape", default="0.6b")
     args.add_argument("--steps", type=int, default=SKIPPED_STEPS + 5)
     args.add_argument(
@@ -274,24 +351,18 @@ def main() -> None:
     options = args.parse_args()
     began, is_cpu = time.monotonic(), options.device == "cpu"
     report = Report("peer_verl", is_dry=is_cpu)
-    lacking = [
-        name for name in ("verl", "ray", "sglang", "pandas", "pyarrow") if importlib.util.find_spec(name) is None
-    ]
-    if lacking:
-        report.missing(f"cannot be imported: {', '.join(lacking)}")
-    if importlib.util.find_spec("trl") is not None:
-        report.missing("TRL can be imported: verl takes from it a name that later releases moved")
+    require_verl(report)
     limit_s = part_seconds(560.0)
     work = work_folder() / "peer_verl"
     make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
     name_turn_end(work / "model" / "tokenizer.json")
     write_prompts(work / "prompts.jsonl", (options.steps + 4) * PROMPTS_A_STEP, seed=1)
     write_parquet(work / "prompts.jsonl", work / "prompts.parquet")
-    (work / "reward.py").write_text(f"import zlib\nfrom typing import Any\n\n\n{inspect.getsource(compute_score)}")
-    environment = hide_megatron(os.environ, work)
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
-    environment |= {"HYDRA_FULL_ERROR": "1", "VERL_LOGGING_LEVEL": "INFO", "HF_HUB_OFFLINE": "1"}
-    sets = {case: [*settings(work, options.steps), *CASES[case], *options.sets] for case in options.cases.split(",")}
+    environment = beside(work, compute_score)
+    sets = {
+        case: [*settings(work, options.steps), *case_settings(case, work), *options.sets]
+        for case in options.cases.split(",")
+    }
     report.say(f"- model and prompts: {time.monotonic() - began:.1f} s")
     if is_cpu:
         rehearse(report, work, sets, environment)
@@ -320,8 +391,8 @@ def write_parquet(prompts: Path, to: Path) -> None:
     pd.DataFrame(
         [
             {
-                "data_source": "spread", "prompt": [{"role": "user", "content": row["prompt"]}], "ability": "none",
-                "reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": index},
+                "data_source": "rows", "prompt": [{"role": "user", "content": row["prompt"]}], "ability": "none",
+                "reward_model": {"style": "rule", "ground_truth": row["label"]}, "extra_info": {"index": index},
             }
             for index, row in enumerate(rows)
         ]

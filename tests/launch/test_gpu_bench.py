@@ -24,7 +24,7 @@ GPU = ROOT / "bench" / "gpu"
 SCRIPTS = (
     "facts", "learn", "async20", "rollout_speed", "train_speed", "weights_latency", "logprob_gap", "layouts",
     "kill_in_broadcast", "live", "chaos", "memory_selfcheck", "memory_rates", "memory_switch", "memory_gang", "memory_colocated",
-    "memory_communicators", "repeats", "trl_step", "verl_step",
+    "memory_communicators", "repeats", "trl_step", "verl_step", "verl_learn",
 )  # fmt: skip
 RUN_FILES = ("learn_sft.toml", "learn_colocated.toml", "learn_two.toml", "async20.toml")
 
