@@ -97,10 +97,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             if event.name == LEADER and event.kind != "up":
                 self._adoption.trainer_ended(event.epoch - (event.kind == "restarted"))
         elif event.kind in ("down", "restarted"):  # its next incarnation may have reported in before
-            ended = event.epoch - (event.kind == "restarted")
-            if self._adoption.gone(event.name, ended):
-                self._event("engine-gone", f"{event.name} (epoch {ended}): {event.reason}")
-                self._changed.set()
+            self._adopter.gone(event.name, event.epoch - (event.kind == "restarted"), event.reason)
+            self._changed.set()
 
     async def _run(self, *, is_anew: bool) -> None:
         if is_anew:
@@ -282,7 +280,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         """The trainer returned to an older version; the numbers above it come again with other weights."""
         self._state.has_stale_engines = self._options.has_engines
         self._adoption.rewound()
-        self.evaluator.known_version = -1
 
     async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:
         before = self._state.version

@@ -26,26 +26,13 @@ class Evaluator:
         self._adopter = adopter
         self._turn = asyncio.Lock()
         self._is_waited_for = False
-        self.known_version = -1
-        """Evaluated last, if all answers were of it; the coordinator forgets it when the trainer goes back."""
-
-    async def attempt(self) -> EvalResult | None:
-        """Evaluate if there are prompts and an engine. A failure is reported, not fatal."""
-        live = self._options
-        if not live.eval.has_prompts or not (live.takes_turns or self._adoption.serving or not live.has_engines):
-            return None
-        try:
-            return await self.evaluate()
-        except MyxaError as err:
-            self._telemetry.event("eval-failed", str(err))
-            self._ctx.log.exception("evaluation")
-            return None
+        self._known = -1, -1
+        """Lineage and version that were evaluated last, if all answers were of it."""
 
     async def attempt_anew(self) -> EvalResult | None:
-        """The same of the run's present version, unless that was evaluated last."""
-        async with self._turn:  # one that is under way may be of that version
-            is_known = self.known_version == self._state.known_version
-        return None if is_known else await self.attempt()
+        """Evaluate the run's present version, unless that was evaluated last. A failure is reported, not fatal."""
+        async with self._turn:
+            return await self._attempt()
 
     async def attempt_due(self) -> EvalResult | None:
         """The same, but for one that waits already: that will be of the newest version. Where evaluations take longer
@@ -54,25 +41,45 @@ class Evaluator:
             return None
         self._is_waited_for = True
         try:
-            async with self._turn:
-                pass
+            await self._turn.acquire()
         finally:
             self._is_waited_for = False
-        return await self.attempt_anew()
+        try:
+            return await self._attempt()
+        finally:
+            self._turn.release()
+
+    async def _attempt(self) -> EvalResult | None:
+        """In its turn: an evaluation that was under way may have been of the same version."""
+        live, present = self._options, (self._adoption.lineage, self._state.known_version)
+        if self._known == present or not live.eval.has_prompts:
+            return None
+        if live.has_engines and not (live.takes_turns or self._adoption.serving):
+            return None
+        try:
+            return await self._evaluated("")
+        except MyxaError as err:
+            self._telemetry.event("eval-failed", str(err))
+            self._ctx.log.exception("evaluation")
+            return None
 
     async def evaluate(self, name: str = "") -> EvalResult:
         """On the engine that serves the newest version; one at a time. `name`: of one set, else all of them, one after
         the other; the reward is then the mean over the sets. Raises ConfigError without held-out prompts, or for a set
         that there is not, EngineError and CallError when no engine answers."""
-        chosen = self._chosen(name)
+        self._chosen(name)  # before it waits
         async with self._turn:
-            with self._meter.during("wait-data", "evaluation"):
-                results = await self._ask_all(chosen)
-            whole = _together(results)
-            if not name:
-                self._state.eval_reward = whole.mean_reward
-                self.known_version = whole.newest_version if whole.oldest_version == whole.newest_version else -1
-                await self._keep()
+            return await self._evaluated(name)
+
+    async def _evaluated(self, name: str) -> EvalResult:
+        lineage = self._adoption.lineage  # the trainer may go back meanwhile, and make the version again
+        with self._meter.during("wait-data", "evaluation"):
+            results = await self._ask_all(self._chosen(name))
+        whole = _together(results)
+        if not name:
+            self._state.eval_reward = whole.mean_reward
+            self._known = lineage, whole.newest_version if whole.oldest_version == whole.newest_version else -1
+            await self._keep()
         if not name and list(results) != [""]:
             self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})
         text = (

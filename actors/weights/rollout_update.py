@@ -351,9 +351,11 @@ class Adopter:
                 phase = "commit"
                 limit_s = self.limits.commit_by(instruction.manifest.channel)
                 ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
-        except (Draining, NoSuchActor, PeerDied) as err:
-            self.report.tell("engine-left", f"{name} (epoch {epoch}) left during {phase}: {err.message}")
-            self.adoption.gone(name, epoch)
+        except Draining:
+            self.adoption.fenced(name, epoch)  # its end is told when it has come
+            return
+        except (NoSuchActor, PeerDied) as err:
+            self.gone(name, epoch, f"during {phase} of version {version}: {err.message}")
             return
         except (CallError, NoProgress) as err:
             self.fence(name, epoch, f"{phase} of version {version}: {err}")
@@ -368,6 +370,11 @@ class Adopter:
             await self._put_off(instruction, f"{phase} of version {version} refused: {ack.reason}")
         else:
             self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
+
+    def gone(self, name: str, epoch: int, reason: str) -> None:
+        """That incarnation has ended, or an earlier one: told once, whoever notices it first."""
+        if self.adoption.gone(name, epoch):
+            self.report.tell("engine-gone", f"{name} (epoch {epoch}): {reason}")
 
     async def _watched(self, name: str, limit_s: float, work: Awaitable[WeightAck]) -> WeightAck:
         """The engine's answer. Raises NoProgress, and what the call raises."""

@@ -233,6 +233,22 @@ async def test_one_that_refuses_for_ever_or_is_torn_is_fenced() -> None:
         assert "prepare of version 0 refused: bucket 3 did not arrive" in torn.fenced[0]
 
 
+async def test_an_engine_that_ends_while_it_adopts_is_told_once_whoever_notices_it_first() -> None:
+    async with floor_of(2) as floor:
+        ends = floor.rollouts[0]
+        ends.gate.clear()
+        floor.publish(0)
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: bool(ends.num_asked or floor.busy), "it adopts")
+        await floor.node.stop("rollout/0", grace_s=0.1)
+        await adopting
+        assert floor.adoption.serving == {"rollout/1": 0}
+        floor.adopter.gone("rollout/0", ends.ctx.epoch, "it ended")  # as the coordinator does for each that ends
+        floor.adopter.gone("rollout/0", ends.ctx.epoch, "it ended")
+        told = [event.kind for event in floor.telemetry.drain().events]
+        assert told == ["engine-gone"]
+
+
 async def test_what_a_trainer_offered_that_has_ended_is_not_held_against_an_engine_that_cannot_take_it() -> None:
     """Also once the next trainer is up, and has offered nothing yet."""
     async with floor_of(1) as floor:

@@ -43,6 +43,7 @@ class World:
         self.broken = broken
         self.state = RunState(version=7)
         self.oldest = 6
+        self.lineage = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.serving = {"rollout/0": 7}
@@ -72,12 +73,13 @@ class World:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self.asked.append(request)
+        oldest = self.oldest
         await self.gate.wait()
         if request.name == self.broken:
             raise EngineError("it broke", remedy="none")
         reward = REWARDS.get(request.name, 0.5)
         return EvalResult(
-            mean_reward=reward, num_samples=8, oldest_version=self.oldest, newest_version=7, metrics={"reward": reward}
+            mean_reward=reward, num_samples=8, oldest_version=oldest, newest_version=7, metrics={"reward": reward}
         )
 
     def metric(self, step: int, values: dict[str, float]) -> None:
@@ -116,9 +118,38 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
     for num_asked in (2, 2):  # the first answers were of two versions
         await world.evaluator.attempt_anew()
         assert len(world.asked) == num_asked
-    world.evaluator.known_version = -1  # the trainer went back, and makes it again
+    world.lineage = 1  # the trainer went back, and makes it again
     await world.evaluator.attempt_anew()
     assert len(world.asked) == 3
+
+
+async def test_a_version_is_evaluated_once_however_many_want_it_at_a_time() -> None:
+    """An evaluation of an older version is under way; the next one is due, and the run ends."""
+    world = World()
+    world.gate = asyncio.Event()
+    first = asyncio.ensure_future(world.evaluator.attempt_due())
+    await until(lambda: len(world.asked) == 1, "the first is under way")
+    world.oldest = 7
+    wanting = [world.evaluator.attempt_due(), world.evaluator.attempt_anew(), world.evaluator.attempt_anew()]
+    others = [asyncio.ensure_future(one) for one in wanting]
+    await asyncio.sleep(0)
+    world.gate.set()
+    await first
+    results = await asyncio.gather(*others)
+    assert len(world.asked) == 2
+    assert [one is not None for one in results] == [True, False, False]
+
+
+async def test_an_evaluation_that_the_trainers_return_overtook_does_not_speak_for_the_version_made_again() -> None:
+    world = World()
+    world.oldest, world.gate = 7, asyncio.Event()
+    first = asyncio.ensure_future(world.evaluator.attempt_due())
+    await until(lambda: len(world.asked) == 1, "it is under way")
+    world.lineage += 1
+    world.gate.set()
+    await first
+    assert await world.evaluator.attempt_anew() is not None
+    assert await world.evaluator.attempt_anew() is None
 
 
 async def test_evaluations_that_take_longer_than_the_steps_between_them_do_not_queue() -> None:

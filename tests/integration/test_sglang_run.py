@@ -41,8 +41,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def losses(run_dir: Path) -> list[dict[str, Any]]:
-    """Noticed by the actor's end, or because it did not bring a version in."""
-    return [*events(run_dir, "engine-gone"), *events(run_dir, "engine-left")]
+    return events(run_dir, "engine-gone")
 
 
 PAIRS = (
