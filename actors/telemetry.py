@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from msgspec.structs import replace
+
 from ..core.activity import ActivityMeter, TelemetryBuffer
 from ..core.actor import ActorContext
 from ..core.clock import Clock
@@ -40,8 +42,9 @@ every so many seconds."""
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
     """Send what waits; False: it waits again, unless no monitor could take it. Raises only CancelledError."""
+    again: Telemetry | None = None
     while True:
-        bundle = buffer.drain()
+        bundle, again = again or buffer.drain(), None
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
             return True
         has_more = bool(len(buffer))  # what comes while this is sent is for the next time
@@ -56,9 +59,13 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             _log.debug("%s: a telemetry bundle waits for a monitor: %r", buffer.source, error)
             return False
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must not fail
-            buffer.lost(bundle)
+            events = Telemetry(events=bundle.events)
+            again = events if bundle.events and bundle != events else None  # they need not be at fault
+            buffer.lost(bundle if again is None else replace(bundle, events=()))
             _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
-            return False
+            if again is None:
+                return False
+            continue
         if not has_more:
             return True
 

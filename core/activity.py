@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 import re
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
@@ -37,6 +37,8 @@ ACTIVITY_KINDS: tuple[ActivityKind, ...] = get_args(ActivityKind)
 _NUMBER = re.compile(r"[\s#/:-]*\d+$")
 _MAX_NAMES = 48
 _MAX_TEXT = 4096
+_SHORT_S = 0.002
+"""Spans are as long at least, but for those with arguments."""
 _MAX_SAMPLES = 64
 """Groups with their texts that wait for the monitor: some MiB."""
 _Told = MetricPoint | Event | Span | GroupText
@@ -58,9 +60,10 @@ class _State:
 class ActivityMeter:
     """Partitions one actor's wall time into activity kinds and cuts it into spans."""
 
-    def __init__(self, source: str, clock: Clock, *, max_spans: int = 2048, max_span_s: float = 10.0) -> None:
+    def __init__(self, source: str, clock: Clock, *, max_spans: int = 8192, max_span_s: float = 10.0) -> None:
         """`max_spans` bounds what waits to be drained (the oldest go first, counted); a state that lasts is reported in
-        pieces of about `max_span_s`, so a trace shows it before it ends."""
+        pieces of about `max_span_s`, so a trace shows it before it ends. States that change within `_SHORT_S` are one
+        span, with the name of what lasted longest; totals are exact."""
         self.source = source
         self._clock = clock
         self._max_span_s = max_span_s
@@ -72,7 +75,9 @@ class ActivityMeter:
         # One anchor for all spans: a stepping wall clock must not make them overlap.
         self._wall_offset_s = clock.wall() - now
         self._settled_s = now
-        self._span_start_s = now
+        self._span_start_s = self._state_start_s = now
+        self._lasted = defaultdict[tuple[ActivityKind, str], float](float)
+        """Seconds of the states of the running span, by kind and name."""
         self._totals: dict[ActivityKind, float] = dict.fromkeys(ACTIVITY_KINDS, 0.0)
         self._named: dict[str, float] = {}
         self._spans: deque[Span] = deque()
@@ -123,7 +128,7 @@ class ActivityMeter:
         """Finished spans in order of time, and how many were thrown away since the last drain."""
         self._settle()
         if self._settled_s - self._span_start_s >= self._max_span_s:
-            self._close_span()
+            self._close_state(0.0)
         spans, dropped = tuple(self._spans), self._num_dropped
         self._spans.clear()
         self._num_dropped = 0
@@ -132,7 +137,7 @@ class ActivityMeter:
     def close_span(self) -> None:
         """End the running span now, so that the next drain holds everything up to this moment."""
         self._settle()
-        self._close_span()
+        self._close_state(0.0)
 
     def _current(self) -> _State:
         if self._blocks:
@@ -145,7 +150,7 @@ class ActivityMeter:
         if state is self._state or state == self._state:
             return
         self._settle()
-        self._close_span()
+        self._close_state(_SHORT_S)
         self._state = state
 
     def _settle(self) -> None:
@@ -166,29 +171,42 @@ class ActivityMeter:
             return  # a name made from an id would grow without end; its kind is booked all the same
         self._named[key] = self._named.get(key, 0.0) + elapsed_s
 
-    def _close_span(self) -> None:
-        duration_s = self._settled_s - self._span_start_s
-        if duration_s > 0.0:
-            if len(self._spans) >= self._max_spans:
-                self._spans.popleft()
-                self._num_dropped += 1
-            self._spans.append(
-                Span(
-                    source=self.source,
-                    name=self._state.name or self._state.kind,
-                    activity=self._state.kind,
-                    start_wall_s=self._span_start_s + self._wall_offset_s,
-                    duration_s=duration_s,
-                    args=dict(self._state.args),
-                )
+    def _close_state(self, short_s: float) -> None:
+        """And the running span, unless that is shorter."""
+        now_s, state = self._settled_s, self._state
+        lasted_s, duration_s = now_s - self._state_start_s, now_s - self._span_start_s
+        if duration_s <= 0.0:
+            return
+        self._state_start_s = now_s
+        self._lasted[state.kind, state.name] += lasted_s
+        if duration_s < short_s and not state.args:
+            return
+        kind, name = max(self._lasted, key=self._lasted.__getitem__)
+        if state.args:
+            kind, name = state.kind, state.name
+        if len(self._spans) >= self._max_spans:
+            self._spans.popleft()
+            self._num_dropped += 1
+        self._spans.append(
+            Span(
+                source=self.source,
+                name=name or kind,
+                activity=kind,
+                start_wall_s=self._span_start_s + self._wall_offset_s,
+                duration_s=duration_s,
+                args=dict(state.args),
             )
-        self._span_start_s = self._settled_s
+        )
+        self._span_start_s = now_s
+        self._lasted.clear()
 
 
 @dataclass(eq=False)
 class TelemetryBuffer:
-    """Telemetry of an actor until the next bundle leaves; the oldest records go first, counted. With a meter its totals
-    are metrics "time/<kind>" and "time/<kind>/<name>" in cumulative seconds: a lost bundle costs resolution alone."""
+    """Telemetry of an actor until the next bundle leaves. Where there is too much the oldest records go, counted; of
+    events the oldest of the kind that there are most of, so that a flood of one kind leaves the others. With a meter
+    its totals are metrics "time/<kind>" and "time/<kind>/<name>" in cumulative seconds: a lost bundle costs resolution
+    alone."""
 
     source: str
     clock: Clock
@@ -202,7 +220,7 @@ class TelemetryBuffer:
         """By the fields of `Telemetry`, in the order in which they leave."""
         self._next_time_s = self.clock.monotonic()
         self._last_step = -1
-        self._num_dropped = 0
+        self._dropped = Counter[str]()
         self._flows = FlowSampler()
         self.more_seconds: Callable[[], Mapping[str, float]] = dict
         """Further sums of seconds to tell with those of the meter, which they are no part of: by name, with a "/"."""
@@ -267,23 +285,21 @@ class TelemetryBuffer:
                 records.append(queue.popleft())
                 budget -= _size_bytes(records[-1])
             taken[name] = tuple(records)
-        dropped, self._num_dropped = self._num_dropped, 0
-        return Telemetry(**taken, dropped=dropped)
+        dropped, self._dropped = self._dropped, Counter[str]()
+        return Telemetry(**taken, dropped=dict(dropped))
 
     def lost(self, bundle: Telemetry) -> None:
         """A drained bundle could not be sent: its records count as dropped in the next one."""
-        count = sum(len(getattr(bundle, name)) for name in self._waiting)
-        self._num_dropped += count + bundle.dropped
+        self._dropped.update(bundle.dropped)
+        self._dropped.update(bundle.counts())
 
     def put_back(self, bundle: Telemetry) -> None:
-        """A bundle that was not sent comes first in the next one. Where there are too many the oldest go, counted."""
-        self._num_dropped += bundle.dropped
+        """A bundle that was not sent comes first in the next one."""
+        self._dropped.update(bundle.dropped)
         for name, queue in self._waiting.items():
-            records: tuple[_Told, ...] = getattr(bundle, name)
-            room = max(0, self._limit(name) - len(queue))
-            num_lost = max(0, len(records) - room)
-            queue.extendleft(reversed(records[num_lost:]))
-            self._num_dropped += num_lost
+            queue.extendleft(reversed(getattr(bundle, name)))
+            while len(queue) > self._limit(name):
+                self._make_room(name)
 
     def _limit(self, name: str) -> int:
         return min(self.max_records, _MAX_SAMPLES) if name == "samples" else self.max_records
@@ -292,7 +308,7 @@ class TelemetryBuffer:
         if self.meter is None:
             return
         spans, dropped = self.meter.drain_spans()
-        self._num_dropped += dropped
+        self._dropped.update({"spans": dropped} if dropped else {})
         for span in spans:
             self._append("spans", span)
         now = self.clock.monotonic()
@@ -307,11 +323,26 @@ class TelemetryBuffer:
             self._append("metrics", MetricPoint(source=self.source, step=self._last_step, wall_s=wall_s, values=values))
 
     def _append(self, name: str, record: _Told) -> None:
+        if len(self._waiting[name]) >= self._limit(name):
+            self._make_room(name)
+        self._waiting[name].append(record)
+
+    def _make_room(self, name: str) -> None:
         queue = self._waiting[name]
-        if len(queue) >= self._limit(name):
+        if name != "events":
             queue.popleft()
-            self._num_dropped += 1
-        queue.append(record)
+            self._dropped[name] += 1
+            return
+        kind, count = Counter(event.kind for event in queue).most_common(1)[0]
+        num_left = -(-count // 2)
+        self._dropped[f"{name} {kind}"] += num_left
+        kept = deque[Any]()
+        for event in queue:
+            if event.kind == kind and num_left:
+                num_left -= 1
+            else:
+                kept.append(event)
+        self._waiting[name] = kept
 
 
 def _size_bytes(record: _Told) -> int:

@@ -5,6 +5,7 @@ All are frozen msgspec structs: unknown fields are refused, types are checked wh
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 import msgspec
@@ -470,8 +471,14 @@ class Telemetry(Record, frozen=True):
     events: tuple[Event, ...] = ()
     spans: tuple[Span, ...] = ()
     samples: tuple[GroupText, ...] = ()
-    dropped: int = 0
-    """Records that the sender had to throw away since the last bundle."""
+    dropped: dict[str, int] = {}
+    """What the sender had to throw away since the last bundle, as `counts` names it -> how many."""
+
+    def counts(self) -> Counter[str]:
+        """Its records: "metrics", "spans", "samples" or "events KIND" -> how many."""
+        found = Counter(f"events {event.kind}" for event in self.events)
+        found.update(metrics=len(self.metrics), spans=len(self.spans), samples=len(self.samples))
+        return +found
 
 
 DropReason = Literal[

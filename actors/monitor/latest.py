@@ -70,12 +70,14 @@ class Latest:
         self._steps: dict[str, float] = {}
         self._events: dict[str, Counter[str]] = {}
         """Source -> kind -> how many."""
-        self.num_dropped = 0
+        self.dropped = Counter[str]()
+        """See `Telemetry.dropped`."""
         self.num_refused = 0
         """Values that were not kept because there are too many names or sources."""
 
     def apply(self, bundle: Telemetry) -> None:
-        self.num_dropped += bundle.dropped
+        for what, num in bundle.dropped.items():
+            self.dropped[what if what in self.dropped or len(self.dropped) < _MAX_NAMES else "others"] += num
         for point in bundle.metrics:
             self._apply_point(point)
         for event in bundle.events:
@@ -123,5 +125,5 @@ class Latest:
         for source, kinds in self._events.items():
             view[f"events/{source}"] = {kind: float(num) for kind, num in kinds.items()}
         view["step"] = dict(self._steps)
-        view["monitor"] = {"dropped": float(self.num_dropped), "refused": float(self.num_refused)}
+        view["monitor"] = {"dropped": float(self.dropped.total()), "refused": float(self.num_refused)}
         return view

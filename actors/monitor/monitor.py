@@ -7,6 +7,7 @@ is slow or dead costs telemetry only.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -49,8 +50,8 @@ class Monitor(MonitorContract):
         self._latest = Latest()
         self._time_written_s: dict[str, float] = {}
         self._held_times: dict[str, MetricPoint] = {}
-        self._drops_reported = 0
-        self._drops_reported_s = self.clock.monotonic()
+        self._drops_told = Counter[str]()
+        self._drops_told_s = self.clock.monotonic()
         self._meter = ActivityMeter(_NAME, self.clock)
         self._meter.switch("other", "start")
         self._own = TelemetryBuffer(_NAME, self.clock, meter=self._meter)
@@ -76,6 +77,7 @@ class Monitor(MonitorContract):
 
     async def on_stop(self, why: str) -> None:
         self._tell_own()
+        self._tell_drops()
         self._write_held()
         await self._sinks.stop(TIMEOUTS.monitor.close_s)
 
@@ -84,7 +86,8 @@ class Monitor(MonitorContract):
             self._take(bundle)
         if self.clock.monotonic() >= self._own_told_s + REPORT_S:
             self._tell_own()
-        self._tell_drops()
+        if self.clock.monotonic() >= self._drops_told_s + TIMEOUTS.monitor.report_drops_s:
+            self._tell_drops()
 
     def _take(self, bundle: Telemetry) -> None:
         self._latest.apply(bundle)
@@ -96,9 +99,9 @@ class Monitor(MonitorContract):
         self._take(msgspec.structs.replace(self._own.drain(), spans=()))
 
     async def snapshot(self) -> dict[str, dict[str, float]]:
-        """See `Latest.snapshot`; under `monitor` also the bundles that the sinks were too slow for."""
+        """See `Latest.snapshot`; under `monitor` also the records that the sinks were too slow for."""
         view = self._latest.snapshot(self.clock.wall())
-        view["monitor"]["bundles_refused"] = float(self._sinks.num_dropped)
+        view["monitor"]["sinks_dropped"] = float(self._sinks.dropped.total())
         view["monitor"]["sinks"] = float(len(self._sinks.active))
         return view
 
@@ -127,14 +130,16 @@ class Monitor(MonitorContract):
         return msgspec.structs.replace(bundle, metrics=tuple(kept))
 
     def _tell_drops(self) -> None:
-        """One event for losses since the last one, at most every few seconds."""
-        dropped = self._latest.num_dropped + self._sinks.num_dropped
-        now = self.clock.monotonic()
-        if dropped == self._drops_reported or now < self._drops_reported_s + TIMEOUTS.monitor.report_drops_s:
+        """One event for losses since the last one."""
+        self._drops_told_s = self.clock.monotonic()
+        places = {"actors": self._latest.dropped, "sinks": self._sinks.dropped}
+        dropped = Counter({f"{what} ({at})": num for at, lost in places.items() for what, num in lost.items()})
+        if not (news := dropped - self._drops_told):
             return
-        text = f"{dropped - self._drops_reported} telemetry records or bundles were lost (senders or sinks too slow)"
-        self._drops_reported, self._drops_reported_s = dropped, now
-        event = Event(source="monitor", wall_s=self.clock.wall(), kind="telemetry-dropped", text=text)
+        self._drops_told = dropped
+        parts = ", ".join(f"{num} {what}" for what, num in news.most_common(8))
+        text = f"{news.total()} telemetry records were lost, there were more than monitor or sinks could take: {parts}"
+        event = Event(source="monitor", wall_s=self.clock.wall(), kind="telemetry-dropped", text=text, data=dict(news))
         self._sinks.put(Telemetry(events=(event,)))
 
 

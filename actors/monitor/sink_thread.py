@@ -14,9 +14,12 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ...core.clock import Clock
 from ...core.errors import ConfigError, LaunchError
@@ -35,8 +38,8 @@ class SinkThread:
         self.name = sink.name
         self.is_active = True
         """Not switched off."""
-        self.num_dropped = 0
-        """Bundles that it was too slow for."""
+        self.dropped = Counter[str]()
+        """What it was too slow for, see `Telemetry.counts`."""
         self._sink = sink
         self._context = context
         self._flush_s = flush_s
@@ -55,11 +58,18 @@ class SinkThread:
         return self._opening
 
     def put(self, bundle: Telemetry) -> None:
-        """Queue a bundle; counted when the sink is too far behind or is to stop."""
-        if self.is_active and (self._queue.qsize() >= self._max_bundles or self._is_stopped):
-            self.num_dropped += 1
-        elif self.is_active:
+        """Queue a bundle. Of a sink that is far behind only its events, and none of one that is twice as far behind, or
+        is to stop; what is left out is counted."""
+        if not self.is_active:
+            return
+        lag = self._queue.qsize() / self._max_bundles
+        if lag < 1 and not self._is_stopped:
             self._queue.put(bundle)
+            return
+        if bundle.events and lag < 2 and not self._is_stopped:
+            self._queue.put(Telemetry(events=bundle.events))
+            bundle = replace(bundle, events=())
+        self.dropped.update(bundle.counts())
 
     def stop(self) -> Future[None]:
         """Write what waits, close the sink. The future ends when that is done; calling again is harmless."""
@@ -167,8 +177,8 @@ class Sinks:
         return tuple(thread.name for thread in self._threads if thread.is_active)
 
     @property
-    def num_dropped(self) -> int:
-        return sum(thread.num_dropped for thread in self._threads)
+    def dropped(self) -> Counter[str]:
+        return sum((thread.dropped for thread in self._threads), Counter[str]())
 
     async def start(self) -> None:
         """Open all. Raises the ConfigError or LaunchError of one that refuses in time; the others are closed then."""

@@ -76,6 +76,24 @@ def test_too_many_spans_drop_the_oldest_and_say_so() -> None:
     assert meter.drain_spans() == ((), 0)
 
 
+def test_an_actor_that_changes_its_state_all_the_time_has_few_spans_and_all_of_its_time() -> None:
+    clock, meter = make_meter()
+    start_s = clock.monotonic()
+    for number in range(100_000):
+        meter.switch("wait-data" if number % 3 else "compute", ("generate", "reward", "hand over")[number % 3])
+        clock.advance((60e-6, 30e-6, 10e-6)[number % 3])
+    with meter.during("compute", "publish", makes_version=3):
+        clock.advance(50e-6)
+    meter.close_span()
+    spans, dropped = meter.drain_spans()
+    elapsed_s = clock.monotonic() - start_s
+    assert (dropped, len(spans) < 500 * elapsed_s + 10) == (0, True)
+    assert sum(span.duration_s for span in spans) == pytest.approx(elapsed_s)
+    assert meter.named_totals()["wait-data/reward"] == pytest.approx(1.0, rel=1e-3)
+    assert {span.name for span in spans} == {"generate", "publish"}, "what it mostly did"
+    assert [span.args for span in spans if span.args] == [{"makes_version": 3}], "an arrow begins there"
+
+
 def test_a_long_state_shows_in_the_trace_before_it_ends() -> None:
     clock, meter = make_meter(max_span_s=10.0)
     meter.switch("wait-data", "claim")

@@ -10,7 +10,7 @@ from myxa.core.messages import MetricPoint, Telemetry
 
 def put(latest: Latest, source: str, step: int, wall_s: float, values: dict[str, float], dropped: int = 0) -> None:
     point = MetricPoint(source=source, step=step, wall_s=wall_s, values=values)
-    latest.apply(Telemetry(metrics=(point,), dropped=dropped))
+    latest.apply(Telemetry(metrics=(point,), dropped={"spans": dropped}))
 
 
 def test_latest_values_per_source_and_merged() -> None:

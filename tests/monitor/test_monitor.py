@@ -85,9 +85,11 @@ async def test_losses_are_told_once_in_a_while(tmp_path: Path) -> None:
     monitor = alone(tmp_path, [JsonlSink()], clock=clock)
     await monitor.on_start()
     for _ in range(30):
-        await monitor.telemetry(Telemetry(dropped=3))
+        await monitor.telemetry(Telemetry(dropped={"spans": 2, "events group-dropped": 1}))
         clock.advance(1.0)
     await monitor.on_stop("end")
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["telemetry-dropped"] * 2
+    assert [event["kind"] for event in events] == ["telemetry-dropped"] * 3
+    assert sum(sum(event["data"].values()) for event in events) == 90, "the last ones at the end"
     assert events[0]["text"].startswith("33 telemetry records")
+    assert "22 spans" in events[0]["text"] and "11 events group-dropped" in events[0]["text"]

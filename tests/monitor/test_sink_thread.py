@@ -14,7 +14,7 @@ from tests.harness.waiting import until, wait_until
 from myxa.actors.monitor.sink_thread import Sinks
 from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, LaunchError
-from myxa.core.messages import Event, Telemetry
+from myxa.core.messages import Event, MetricPoint, Telemetry
 from myxa.core.sink import Sink, SinkContext
 
 
@@ -76,7 +76,7 @@ async def test_bundles_reach_every_sink_in_order_and_are_flushed_without_more_bu
         assert len(sink.threads) == 1
     assert len({threading.get_ident(), *(ident for sink in recorders for ident in sink.threads)}) == 3
     sinks.put(note("too late"))
-    assert sinks.num_dropped == 2
+    assert sinks.dropped == {"events note": 2}
 
 
 @pytest.mark.parametrize("where", ["open", "write", "flush"])
@@ -150,7 +150,7 @@ async def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> 
     for index in range(50):
         sinks.put(note(str(index)))
         await until(lambda index=index: str(index) in notes(good))
-    assert (sinks.num_dropped >= 38) is (where != "close")
+    assert (sinks.dropped["events note"] >= 28) is (where != "close")
     assert ("sink-slow" in [event.kind for event in good.events]) is (where == "open")
     await sinks.stop(0.3)
     assert good.calls[-1] == "close"
@@ -158,6 +158,23 @@ async def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> 
     stuck.release.set()
     await sinks.stop(10)
     wait_until(lambda: "myxa-sinks" not in [thread.name for thread in threading.enumerate()])
+
+
+async def test_a_sink_that_is_behind_gets_events_where_it_gets_nothing_else_and_the_rest_is_counted(
+    tmp_path: Path,
+) -> None:
+    slow = Stuck("write")
+    sinks = make(tmp_path, slow, max_bundles=10)
+    await sinks.start()
+    point = MetricPoint(source="trainer/0", step=1, wall_s=0.0, values={"train/loss": 1.0})
+    for index in range(100):
+        sinks.put(Telemetry(metrics=(point, point)))
+        if index % 20 == 19:
+            sinks.put(Telemetry(metrics=(point,), events=note(f"after {index}").events))
+    slow.release.set()
+    await sinks.stop(10)
+    assert notes(slow) == [f"after {index}" for index in range(19, 100, 20)]
+    assert set(sinks.dropped) == {"metrics"} and 170 < sinks.dropped["metrics"] < 205
 
 
 async def test_a_failing_close_does_not_keep_the_others_open(tmp_path: Path) -> None:

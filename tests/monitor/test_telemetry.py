@@ -45,7 +45,7 @@ async def test_what_does_not_get_through_waits_for_the_next_time(mode: str) -> N
     receiver.mode = "up"
     buffer.metric(2, {"train/loss": 2.0})
     assert await report_once(buffer, receiver)
-    assert [(len(b.metrics), len(b.events), b.dropped) for b in receiver.bundles] == [(2, 1, 0)]
+    assert [(len(b.metrics), len(b.events), b.dropped) for b in receiver.bundles] == [(2, 1, {})]
     assert await report_once(buffer, receiver)
     assert len(receiver.bundles) == 1  # nothing to say, nothing sent
 
@@ -60,7 +60,26 @@ async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
     assert await report_once(buffer, receiver)
     (bundle,) = receiver.bundles
     assert [point.step for point in bundle.metrics] == list(range(15, 25))
-    assert bundle.dropped == 15
+    assert bundle.dropped == {"metrics": 15}
+
+
+async def test_a_flood_of_one_event_does_not_push_out_what_happened_once_and_its_loss_is_told_by_kind() -> None:
+    buffer, receiver = TelemetryBuffer("buffer", SystemClock(), max_records=100), Receiver()
+    receiver.mode = "dead"
+    once = ["checkpoint", "knob", "engine-gone", "evaluation"]
+    for number in range(1000):
+        if number % 250 == 100:
+            buffer.event(once[number // 250], "it happened")
+        buffer.event("group-dropped", f"group {number}")
+        if number % 90 == 0:
+            assert not await report_once(buffer, receiver)
+    receiver.mode = "up"
+    assert await report_once(buffer, receiver)
+    told = [event for bundle in receiver.bundles for event in bundle.events]
+    assert [event.kind for event in told if event.kind != "group-dropped"] == once
+    assert told[-1].text == "group 999" and len(told) <= 100
+    (dropped,) = [bundle.dropped for bundle in receiver.bundles]
+    assert dropped == {"events group-dropped": 1004 - len(told)}
 
 
 @pytest.mark.parametrize("mode", ["broken", "refuses"])
@@ -72,7 +91,23 @@ async def test_a_bundle_that_nobody_could_ever_take_is_counted_and_does_not_stan
     assert not await report_once(buffer, receiver)
     receiver.mode = "up"
     assert await report_once(buffer, receiver)
-    assert [bundle.dropped for bundle in receiver.bundles] == [2]
+    assert [bundle.dropped for bundle in receiver.bundles] == [{"metrics": 1, "events note": 1}]
+
+
+async def test_an_event_is_not_lost_for_the_sake_of_what_travels_with_it() -> None:
+    buffer, bundles = TelemetryBuffer("trainer/0", SystemClock()), list[Telemetry]()
+
+    async def picky(bundle: Telemetry) -> None:
+        if bundle.spans:
+            raise MessageTooLarge("2 MiB are more than the lane takes")
+        bundles.append(bundle)
+
+    buffer.span("x", "compute", 0.0, 1.0, track="rollout")
+    buffer.event("checkpoint", "step 7 is durable")
+    for _ in range(2):
+        assert await report_once(buffer, picky)
+    assert [event.kind for bundle in bundles for event in bundle.events] == ["checkpoint"]
+    assert [bundle.dropped for bundle in bundles if bundle.dropped] == [{"spans": 1}]
 
 
 async def test_the_last_words_are_sent_when_the_actor_stops() -> None:
