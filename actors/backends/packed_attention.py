@@ -11,7 +11,7 @@ forward and 0.08 s backward (H200, torch 2.13). Batches of reinforcement learnin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -25,15 +25,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .torch_backend.tensors import pieces
 
-try:
-    _varlen_attn: Any = import_module("torch.nn.attention.varlen").varlen_attn
-except (ImportError, AttributeError):  # torch before 2.10
-    _varlen_attn = None
-_OPTIONS: Mapping[str, Any] = inspect.signature(_varlen_attn).parameters if _varlen_attn is not None else {}
-_CAUSAL: Mapping[str, Any] = {
-    **({"window_size": (-1, 0)} if "window_size" in _OPTIONS else {"is_causal": True}),
-    **({"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}),
-}
 LARGEST_HEAD = 256
 """Channels of a head that flash attention takes; they must be a multiple of 8."""
 _ALL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -53,13 +44,66 @@ class PackedRows:
         return PackedRows(tuple(lengths), ends.to(device))
 
 
-def runs_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether packed sequences have a kernel here."""
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return (
-        device.type == "cuda" and is_half and _varlen_attn is not None
-        and head_dim <= LARGEST_HEAD and head_dim % 8 == 0
-    )  # fmt: skip
+class _FlashKernel:
+    """Torch's flash attention over packed rows, whatever its version. Raises ImportError where torch has none (before
+    2.10). Made once a GPU is there: seconds of Dynamo and sympy are imported."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._call: Callable[..., Tensor] = import_module("torch.nn.attention.varlen").varlen_attn
+        known = inspect.signature(self._call).parameters
+        self._takes_scale = "scale" in known
+        self._options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+        if "enable_gqa" in known:
+            self._options["enable_gqa"] = True
+        self._shares_key_heads = "enable_gqa" in known or self._tries_to_share(device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, scale: float) -> Tensor:
+        """See `attend`."""
+        repeats = q.shape[1] // k.shape[1]
+        if repeats > 1 and not self._shares_key_heads:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        options = self._options
+        if self._takes_scale:
+            options = {**options, "scale": scale}
+        else:
+            q = q * (scale * q.shape[-1] ** 0.5)
+        width = v.shape[-1]
+        whole = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))  # one width for all
+        longest = max(queries.lengths), max(keys.lengths)
+        return self._call(*whole, queries.bounds, keys.bounds, *longest, **options)[..., :width]
+
+    def _tries_to_share(self, device: torch.device) -> bool:
+        """Whether several query heads may share a key head, as in flash attention itself; else keys are repeated, which
+        costs their memory once more per layer. Older torch does not say."""
+        with torch.enable_grad():
+            waves = torch.arange(16 * 2 * 64, device=device).sin().reshape(16, 2, 64).to(torch.bfloat16)
+            try:
+                results = [self._probe(waves, repeats) for repeats in (1, 2)]
+            except (RuntimeError, ValueError):
+                return False
+        return all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(*results, strict=True))
+
+    def _probe(self, waves: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+        """Output and key gradient of two query heads on one key head, shared or repeated."""
+        query, key = waves.flip(0), waves[:, :1].clone().requires_grad_()
+        both, bounds = key.repeat_interleave(repeats, dim=1), PackedRows.of([5, 11], waves.device).bounds
+        out = self._call(query, both, both, bounds, bounds, 11, 11, **self._options)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), key)
+        return out, grad
+
+
+@cache
+def _flash_of(device: torch.device) -> _FlashKernel | None:
+    try:
+        return _FlashKernel(device)
+    except (ImportError, AttributeError):
+        return None
+
+
+def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> _FlashKernel | None:
+    """What runs packed rows without padding here, if anything does."""
+    is_half, fits = dtype in (torch.float16, torch.bfloat16), head_dim <= LARGEST_HEAD and head_dim % 8 == 0
+    return _flash_of(device) if device.type == "cuda" and is_half and fits else None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, scale: float) -> Tensor:
@@ -68,8 +112,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRow
     Row i of the queries sees row i of the keys, causally, both ending at the same token. Products of queries and keys
     are multiplied by `scale`.
     """
-    if runs_flash(q.device, q.dtype, q.shape[-1]):
-        return _flash(q, k, v, queries, keys, scale)
+    if (flash := flash_kernel(q.device, q.dtype, q.shape[-1])) is not None:
+        return flash(q, k, v, queries, keys, scale)
     outs: list[Tensor] = []
     cuts = (list(queries.lengths), list(keys.lengths), list(keys.lengths))
     for row in zip(*(pieces(x, cut) for x, cut in zip((q, k, v), cuts, strict=True)), strict=True):
@@ -94,42 +138,3 @@ def avoid_plans() -> None:
 def shapes_come_again() -> AbstractContextManager[None]:
     """Inside it, SDPA may build plans for shapes: few of them must come."""
     return cast("AbstractContextManager[None]", sdpa_kernel(_ALL))
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, scale: float) -> Tensor:
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1 and not _shares_key_heads(q.device):
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    options = dict(_CAUSAL)
-    if "scale" in _OPTIONS:
-        options["scale"] = scale
-    else:
-        q = q * (scale * q.shape[-1] ** 0.5)
-    longest, width = (max(queries.lengths), max(keys.lengths)), v.shape[-1]
-    whole = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))  # one width for all
-    return cast(Tensor, _varlen_attn(*whole, queries.bounds, keys.bounds, *longest, **options))[..., :width]
-
-
-@cache
-def _shares_key_heads(device: torch.device) -> bool:
-    """Whether the installed kernel lets several query heads share a key head, as flash attention itself does; else
-    keys must be repeated, which costs their memory once more per layer. Older torch does not say, so it is tried."""
-    if "enable_gqa" in _OPTIONS:
-        return True
-    with torch.enable_grad():
-        waves = torch.arange(16 * 2 * 64, device=device).sin().reshape(16, 2, 64).to(torch.bfloat16)
-        bounds = PackedRows.of([5, 11], device).bounds
-        try:
-            results = [_probe(waves, repeats, bounds) for repeats in (1, 2)]
-        except (RuntimeError, ValueError):
-            return False
-    return all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(*results, strict=True))
-
-
-def _probe(waves: Tensor, repeats: int, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and key gradient of two query heads on one key head, shared or repeated."""
-    query, key = waves.flip(0), waves[:, :1].clone().requires_grad_()
-    both = key.repeat_interleave(repeats, dim=1)
-    out = cast(Tensor, _varlen_attn(query, both, both, bounds, bounds, 11, 11, **_CAUSAL))
-    (grad,) = torch.autograd.grad(out.float().square().sum(), key)
-    return out, grad

@@ -20,7 +20,7 @@ from ....core.errors import ConfigError
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import TorchAdapters, WithoutAdapters
-from ..packed_attention import avoid_plans, runs_flash
+from ..packed_attention import avoid_plans, flash_kernel
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from .accounting import ReferenceModel, agree_on_source, load_functions
@@ -124,7 +124,7 @@ class TorchBackend(RankBackend[RankSettings]):
             trainer.strategy,
             vocab_size=model.vocab_size,
             linear_cost=linear_cost(model, world.device) if is_own else None,
-            packs_rows=is_own and runs_flash(world.device, DTYPE_OF[trainer.dtype], model.head_dim),
+            packs_rows=is_own and flash_kernel(world.device, DTYPE_OF[trainer.dtype], model.head_dim) is not None,
             freeze=freeze,
         )
 
