@@ -25,6 +25,7 @@ from tests.harness.run_job import Job, audit
 from tests.harness.waiting import wait_until
 from tests.plan.memory_cases import SHAPES
 
+from myxa.actors.checkpoints.folder import newest_whole
 from myxa.actors.models.tiny import make_tiny_model, tiny_config, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +96,8 @@ def running(words: list[str], place: Path, steps: int) -> Iterator[Live]:
         live.launcher.send_signal(signal.SIGINT)
         said, _ = live.launcher.communicate(timeout=90)
     assert live.launcher.returncode == 130, said
-    whole = any((place / "runs").glob("*/checkpoints/version_*"))
-    assert (f"to continue: myxa resume {live.run_dir}" in said) == whole, said
+    can_continue = newest_whole(live.run_dir / "checkpoints", reads_all=False)[0] is not None
+    assert (f"to continue: myxa resume {live.run_dir}" in said) == can_continue, said
 
 
 def typed(live: Live, command: str) -> str:
