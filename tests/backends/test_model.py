@@ -13,7 +13,10 @@ from tests.backends.gang_rank import make_backend, make_shards, token_ids
 
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
+from myxa.actors.backends.torch_backend.parallel import TorchModel
+from myxa.actors.backends.torch_backend.world import World
 from myxa.actors.models.hf_folder import read_config
+from myxa.core.config import OptimizerConfig
 from myxa.core.errors import ModelError
 from myxa.core.samples import TrainSample
 
@@ -174,3 +177,19 @@ def test_bfloat16_stays_near_float32_and_keeps_float32_masters(model: Path) -> N
     scores.logprobs_M.sum().backward()
     assert all(p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32
                for p in coarse.parameters())  # fmt: skip
+
+
+def test_warming_up_covers_both_layouts_and_changes_nothing(model: Path) -> None:
+    module = load(model)
+    trained = TorchModel(
+        module, World(0, 1, torch.device("cpu"), None), "ddp", vocab_size=260, linear_cost=SHARING, packs_rows=True
+    )
+    trained.make_optimizer(OptimizerConfig(), None)
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    seen: list[bool] = []
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_in_order))
+    trained.warm_up()
+    assert set(seen) == {True, False}
+    assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert trained.optimizer.num_updates == 0

@@ -76,6 +76,8 @@ class TorchBackend(RankBackend[RankSettings]):
                 self._offload.house("frozen", [p for _, p in reference.model.parameters()] if reference else [])
             for model in trained:
                 model.make_optimizer(config.optimizer, self._offload)
+                if device.type == "cuda" and config.trainer.impl == "own" and self._offload is None:
+                    model.warm_up()
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 
