@@ -14,7 +14,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 ARG PIP_EXTRA_INDEX_URL
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential libnuma1 python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends bubblewrap build-essential libnuma1 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/myxa
 ENV PATH=/opt/myxa/bin:$PATH
@@ -25,6 +25,7 @@ CMD ["myxa", "--help"]
 
 FROM python:3.12-slim AS cpu
 ARG PIP_EXTRA_INDEX_URL
+RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
 COPY constraints.txt /
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir -c /constraints.txt "$(echo /wheels/*.whl)[cpu,math,parquet,tensorboard,agents,code]"

