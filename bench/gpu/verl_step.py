@@ -120,7 +120,7 @@ def settings(work: Path, num_steps: int) -> list[str]:
         *(f"data.{kind}_files={work / 'prompts.parquet'}" for kind in ("train", "val")),
         *(f"data.max_prompt_length={LONGEST_PROMPT}", f"data.max_response_length={LONGEST}"),
         *(f"{MODEL}.path={work / 'model'}", f"+{MODEL}.override_config.attn_implementation=sdpa"),
-        # all sequences are of one length: there is no padding to remove, and that needs flash-attn's compiled part
+        # to remove padding needs flash-attn's compiled part; the work of `async20` has none
         *(f"{MODEL}.use_remove_padding=False", f"{MODEL}.enable_gradient_checkpointing=False"),
         *(f"{ACTOR}.ppo_mini_batch_size={PROMPTS_A_STEP}", f"{ACTOR}.use_dynamic_bsz=True"),
         *(f"{ACTOR}.ppo_max_token_len_per_gpu=16384", f"{ACTOR}.clip_ratio_high=0.28"),

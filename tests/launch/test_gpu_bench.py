@@ -131,6 +131,19 @@ def test_steps_of_verl_are_read_from_what_it_prints_and_told(
     assert json.loads((out / "gpu.json").read_text())["peer_verl"]["shipped"]["at_s"][0] == 104.0
 
 
+def test_what_both_learnt_is_told_up_to_the_reward_that_was_asked_for(bench: Callable[[str], ModuleType]) -> None:
+    verl, learn = bench("verl_step"), bench("verl_learn")
+    before = verl.read_step(
+        "(TaskRunnerV1 pid=9) step:0 - val-aux/rows/reward/mean@1:0.5 - val-core/rows/acc/mean@1:0.25"
+    )
+    assert verl.read_eval(before) == 0.25
+    assert verl.read_eval(verl.read_step("step:1 - critic/score/mean:0.5 - timing_s/step:1.5")) is None
+    learnt = learn.Learnt([(0, 0.25, 90.0), (5, 0.91, 130.0), (7, 0.89, 135.0)], 100.0, 2.0, 51200.0)
+    assert learn.row("verl_polled", learnt, 0.9) == ("verl_polled", "130", "30.0", "5", "2.00", "0.250, 0.910", "50.0")
+    assert learn.row("verl_polled", learnt, 0.95)[1:4] == ("-", "-", "-")
+    assert learn.row("myxa_sync", learn.Learnt(), 0.9)[1:] == ("-", "-", "-", "-", "-", "0")
+
+
 def test_the_script_says_what_it_lacks_and_counts_it_as_not_passed(tmp_path: Path) -> None:
     environment = {**os.environ, "OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
