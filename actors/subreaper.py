@@ -7,7 +7,8 @@
 Orphans of the program become the subreaper's children. It ends when the program ended, on SIGTERM, or when the actor
 died (then after `grace` seconds): it kills the program and every descendant, and then ends as the program did. On
 SIGINT the program gets SIGTERM. If the subreaper itself is killed with SIGKILL, the kernel ends the program too, but
-not what that started. A program that begins with `:` is a module of this package, whose `main` is called.
+not what that started. A program that begins with `:` is a module of this package, whose `main` is called: a worker,
+whose scratch folders (`core/files.py`) are removed at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..core.errors import LaunchError
@@ -36,8 +38,9 @@ _ORPHANED = signal.SIGHUP
 _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
 
 
-def keep(parent_pid: int, grace_s: float) -> None:
-    """Fork. Returns in the child, the program; the subreaper itself never returns. Call it while there is one thread.
+def keep(parent_pid: int, grace_s: float, tidy: Callable[[], None]) -> None:
+    """Fork. Returns in the child, the program; the subreaper itself never returns: it calls `tidy` once all have ended.
+    Call it while there is one thread.
 
     Raises LaunchError where the kernel refuses.
     """
@@ -53,6 +56,7 @@ def keep(parent_pid: int, grace_s: float) -> None:
         return
     status = _until_end(worker, grace_s)
     _end_all(subreaper)
+    tidy()
     _end_like(status)
 
 
@@ -136,6 +140,15 @@ def run(program: list[str]) -> None:
         sys.exit(f"{program[0]} cannot be started: {error.strerror}")
 
 
+def tidy_for(program: str) -> Callable[[], None]:
+    """A worker of ours has folders for jobs, which it cannot remove when it is killed. Others start without this."""
+    if not program.startswith(":"):
+        return lambda: None
+    from ..core.files import remove_dead_scratch  # the worker needs the module, too
+
+    return remove_dead_scratch
+
+
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), float(sys.argv[2]))
+    keep(int(sys.argv[1]), float(sys.argv[2]), tidy_for(sys.argv[3]))
     run(sys.argv[3:])

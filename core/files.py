@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, Literal, TypeVar
 
@@ -88,17 +88,33 @@ def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
         os.close(descriptor)
 
 
-FRESH_S = 1.0
-"""A folder so young may not be locked yet."""
+SCRATCH = "myxa-scratch-"
+"""How the names of temporary folders begin that go with the process that has locked them."""
+_SWEEP_S = 10.0
 
 
-def remove_unlocked(prefix: str) -> None:
-    """Delete the temporary folders of processes that were killed: their name begins so, and nothing has their lock."""
-    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+@contextmanager
+def locked_scratch(what: str) -> Generator[tempfile.TemporaryDirectory[str]]:
+    """A temporary folder with `what` in its name, removed at the end; by `remove_dead_scratch` if this process is
+    killed. Raises OSError."""
+    with ExitStack() as stack:
+        while True:
+            made = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{what}-", ignore_cleanup_errors=True)
+            stack.callback(made.cleanup)
+            with suppress(FileNotFoundError):  # it was taken for a dead process's before it was locked
+                if stack.enter_context(locked_folder(Path(made.name), _SWEEP_S)) and Path(made.name).exists():
+                    break
+            stack.close()
+        yield made
+
+
+def remove_dead_scratch() -> None:
+    """Delete the scratch folders that no process has locked: theirs were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         with suppress(OSError):  # such as: another user's, or a file system without locks
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if time.time() - os.fstat(descriptor).st_mtime > FRESH_S and lock_now(descriptor):
+                if lock_now(descriptor):
                     shutil.rmtree(path)
             finally:
                 os.close(descriptor)

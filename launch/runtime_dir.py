@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import LaunchError
-from ..core.files import lock_now, take_lock, write_durably
+from ..core.files import lock_now, remove_dead_scratch, take_lock, write_durably
 from ..transport.address import make_private
 
 PREFIX = "myxa-"
@@ -67,7 +67,8 @@ class RuntimeDir:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder. Harmless to call again."""
+        """Remove the folder, and what killed actors left in others. Harmless to call again."""
+        remove_dead_scratch()
         shutil.rmtree(self.path, ignore_errors=True)
         self._locks.close()
         if self._janitor.stdin is not None:

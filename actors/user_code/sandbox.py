@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -35,14 +34,13 @@ from typing import Any, Protocol
 
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError
-from ...core.files import locked_folder, remove_unlocked
+from ...core.files import locked_scratch, remove_dead_scratch
 from ...core.process import boot_id, start_time
 
 TAIL_BYTES = 1 << 16
 """Of a program's output, that is kept."""
 KILL_S = 10.0
 """For the first process of a sandbox to end all of it."""
-SCRATCH = "myxa-job-"
 MAX_FILE_BYTES = 1 << 30
 MAX_FILES = 4096
 FIRST_USER, NUM_USERS = 61184, 4096
@@ -338,12 +336,11 @@ def remove_containers_of_dead_owners() -> None:
 @contextlib.asynccontextmanager
 async def scratch_folder() -> AsyncGenerator[Path]:
     """A folder for a job. Its end takes as long as the job made many files."""
-    made = tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True)
-    try:
-        with locked_folder(Path(made.name), 0.0):
+    with locked_scratch("job") as made:
+        try:
             yield Path(made.name)
-    finally:
-        await asyncio.shield(asyncio.to_thread(made.cleanup))
+        finally:
+            await asyncio.shield(asyncio.to_thread(made.cleanup))
 
 
 def file_out(path: Path) -> bytes:
@@ -356,7 +353,7 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     """Raises ConfigError where it is not there."""
     if trouble := trouble_with(name, image):
         raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
-    remove_unlocked(SCRATCH)
+    remove_dead_scratch()
     if name == "docker":
         with contextlib.suppress(OSError):  # the next owner does it
             remove_containers_of_dead_owners()
@@ -385,8 +382,8 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
         return _tried(["docker", "info"])
     if name == "bubblewrap" and (trouble := namespaces_trouble()):
         return trouble
-    with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
-        job = Job(command=("true",), scratch=Path(scratch), limits=Limits(num_processes=8))
+    with locked_scratch("trial") as made:
+        job = Job(command=("true",), scratch=Path(made.name), limits=Limits(num_processes=8))
         box = _made(name, image)
         return _tried(box.wrapped(job, box.user_of(job), -1))
 
@@ -394,8 +391,8 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
 @functools.cache
 def namespaces_trouble() -> str:
     """Why bubblewrap can make no namespaces for this user. Empty: it can."""
-    with tempfile.TemporaryDirectory(prefix="myxa-trial-") as scratch:
-        job = Job(command=("true",), scratch=Path(scratch))
+    with locked_scratch("trial") as made:
+        job = Job(command=("true",), scratch=Path(made.name))
         return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1)])
 
 

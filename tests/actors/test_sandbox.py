@@ -32,6 +32,7 @@ from myxa.actors.user_code.sandbox import (
 )
 from myxa.core.config.run import SandboxName
 from myxa.core.errors import ConfigError
+from myxa.core.files import SCRATCH
 
 LIMITS: dict[str, Any] = {"wall_s": 30.0, "cpu_s": 5.0, "memory_gb": 0.5, "num_processes": 24}
 
@@ -246,11 +247,9 @@ def test_the_command_line_of_a_container_has_no_key(tmp_path: Path) -> None:
 
 async def test_scratch_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "myxa-job-left"
+    left = tmp_path / f"{SCRATCH}left"
     (left / "home").mkdir(parents=True)
     async with scratch_folder() as living:
-        for path in (left, living):
-            os.utime(path, (0, 0))
         sandbox("none")
         assert living.exists() and not left.exists()
     assert not living.exists()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.harness.waiting import until
 
 from myxa.actors.rewards.call import RewardSpec, load_reward
 from myxa.actors.rewards.rewarder import Rewarder
@@ -274,3 +277,22 @@ def children_s(scorer: Rewarder) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in scorer.worker_pids]
     workers = [child.cpu_times() for pid in scorer.worker_pids for child in psutil.Process(pid).children()]
     return sum(one.user + one.system + one.children_user + one.children_system for one in (*times, *workers))
+
+
+async def test_answers_whose_workers_are_killed_leave_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made = rewarder(seconds=60.0, total_seconds=60.0)
+    judging = asyncio.ensure_future(made.score(completion("def double(x):\n    while True: pass", DOUBLES)))
+    try:
+        await until(lambda: any(tmp_path.glob("*-job-*/.root")), "a job")
+        (folder,) = tmp_path.glob("*-job-*")
+        for pid in made.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not folder.exists(), "the end of its folder")
+        await until(lambda: any(tmp_path.glob("*-job-*/.root")), "the second try")
+    finally:
+        await made.close()
+    await judging
+    assert not [*tmp_path.iterdir()]

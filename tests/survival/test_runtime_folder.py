@@ -4,13 +4,16 @@ back is in test_trainer_gang.py."""
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.harness.waiting import until, wait_until
 
+from myxa.actors.user_code.sandbox import scratch_folder
 from myxa.core.errors import LaunchError
+from myxa.core.files import SCRATCH
 from myxa.launch import runtime_dir
 from myxa.launch.runtime_dir import RuntimeDir
 from myxa.transport.address import make_private
@@ -59,6 +62,19 @@ def test_a_launcher_that_starts_removes_what_nobody_holds(tmp_path: Path, monkey
     (deserted / ".lock").touch()
     with RuntimeDir():
         assert not deserted.exists()
+
+
+async def test_a_launcher_that_ends_removes_what_killed_actors_had_for_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(runtime_dir, "short_base", lambda: str(tmp_path))
+    (tmp_path / f"{SCRATCH}job-1" / "files").mkdir(parents=True)
+    async with scratch_folder() as living:
+        with RuntimeDir():
+            pass
+        assert [*tmp_path.iterdir()] == [living]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:

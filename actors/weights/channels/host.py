@@ -23,7 +23,6 @@ import mmap
 import os
 import re
 import shutil
-import tempfile
 import threading
 import zlib
 from collections import deque
@@ -39,7 +38,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ....core.errors import EngineError, MyxaError, TrainError
-from ....core.files import locked_folder, remove_unlocked
+from ....core.files import locked_scratch, remove_dead_scratch
 from ....core.host_memory import available_bytes
 from ....core.ids import LEADER
 from ....core.messages import TensorSpec, WeightDelta, WeightManifest
@@ -391,7 +390,6 @@ def check_adapter(manifest: WeightManifest) -> str:
         raise EngineError(f"cannot read {path}: {err.message}", remedy=err.remedy) from err
 
 
-SCRATCH = "myxa-weights-"
 FETCHED = "fetched"
 """Folder of deltas that were fetched."""
 NUM_ASKED = 4
@@ -425,7 +423,7 @@ class RebuiltFolder:
         self._turn = threading.Lock()
         """A call that was given up runs on in its thread."""
         self._root: Path | None = None
-        self._lock = ExitStack()
+        self._scratch = ExitStack()
         self._held: tuple[str, Path] = "", Path()
         """Digest of a version, and the folder that has it."""
 
@@ -450,9 +448,8 @@ class RebuiltFolder:
             try:
                 self.at = f"rebuilds weight version {manifest.version}"
                 if self._root is None:
-                    remove_unlocked(SCRATCH)
-                    self._root = Path(tempfile.mkdtemp(prefix=SCRATCH))
-                    self._lock.enter_context(locked_folder(self._root, 0.0))
+                    remove_dead_scratch()
+                    self._root = Path(self._scratch.enter_context(locked_scratch("weights")).name)
                 return self._rebuild(self._root, manifest)
             except OSError as err:
                 raise EngineError(
@@ -552,7 +549,5 @@ class RebuiltFolder:
     def _remove(self) -> None:
         """Blocks while files are deleted. Never raises."""
         with self._turn:
-            if self._root is not None:
-                shutil.rmtree(self._root, ignore_errors=True)
             self._root, self._held = None, ("", Path())
-            self._lock.close()
+            self._scratch.close()
