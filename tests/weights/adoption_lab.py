@@ -330,7 +330,10 @@ class FaultLab:
         self.adopter = Adopter(
             Reporter(host.ctx, ActivityMeter("lab", clock), self.telemetry), self.adoption, limits=LIMITS,
         )  # fmt: skip
-        await asyncio.gather(self.new_sender(), self.add(VICTIM), self.add(WITNESS))
+        parts = self.new_sender(), self.add(VICTIM), self.add(WITNESS)
+        for end in await asyncio.gather(*parts, return_exceptions=True):  # so that all are there to be ended
+            if isinstance(end, BaseException):
+                raise end
 
     async def new_sender(self) -> None:
         rest = () if self.channel == "nccl" else (self.channel, str(self._scratch), str(self.folders[0]))
@@ -387,9 +390,9 @@ class FaultLab:
                 await engine.started()
             return engine
         servers = ExitStack()
+        self._stack.callback(servers.close)
         server = await asyncio.to_thread(servers.enter_context, serving(self.folders[0]))
         made = ServerEngine(server, lambda: self.sender, name)
-        self._stack.callback(servers.close)
         self._stack.push_async_callback(made.close)
         await made.client.start()
         return made
