@@ -6,6 +6,7 @@ run-time folder is left. After the session: no process that descends from any te
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -142,6 +143,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         is_kept = any(name in line for name in KEPT)
         if mark in environ.split(b"\0") and int(folder.name) != os.getpid() and not is_kept:
             orphans.append(f"process {folder.name}: {line[:200]}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(folder.name), signal.SIGKILL)
     if orphans:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:

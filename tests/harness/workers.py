@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections import deque
@@ -24,7 +25,11 @@ import pytest
 from tests.harness import commands
 from tests.harness.own_segments import WORKER
 
+from myxa.core.process import die_with_parent
+
 NO_FILE = -1
+STOP_S = 60.0
+"""For interrupted tests to end what they have started."""
 LAZY = ("openai.resources.responses", "sympy.physics.units", "transformers.activations")
 """Modules that libraries import when they are first used, half a second each."""
 TESTS = Path(__file__).resolve().parents[1]
@@ -59,16 +64,17 @@ class Worker:
             reporter._tw._file = nothing
             manager.register(self)
             commands.begin = lambda server: self._say("begin", server)
-            number = self._ask()
-            while number != NO_FILE:
-                self._say("file", number)
-                following = NO_FILE
-                for item, after in zip(self._files[number], [*self._files[number][1:], None], strict=True):
-                    if after is None:  # how much it tears down depends on what comes next
-                        following = self._ask()
-                        after = None if following == NO_FILE else self._files[following][0]
-                    self._config.hook.pytest_runtest_protocol(item=item, nextitem=after)
-                number = following
+            try:
+                self._run_files()
+            finally:  # what an interrupted test has started
+                self._session._setupstate.teardown_exact(None)
+
+    def _run_files(self) -> None:
+        while (number := self._ask()) != NO_FILE:
+            items = self._files[number]
+            other = self._files[number - 1][0] if len(self._files) > 1 else None
+            for item, after in zip(items, [*items[1:], other], strict=True):  # fixtures of the session stay
+                self._config.hook.pytest_runtest_protocol(item=item, nextitem=after)
 
     def _ask(self) -> int:
         """The next file's number."""
@@ -92,8 +98,6 @@ class Crew:
         self._pids: dict[Connection, int] = {}
         self._begun: dict[Connection, tuple[str, Any]] = {}
         """The test that a worker is at, and its place."""
-        self._waiting: dict[Connection, int] = {}
-        """The file that a worker begins next."""
         self._from_end: set[Connection] = set()
         self._num_started = 0
         for _ in range(min(num_workers, len(self._files))):
@@ -103,10 +107,13 @@ class Crew:
         name = f"w{self._num_started}"
         self._num_started += 1
         ours, theirs = Pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
+                os.setpgid(0, 0)  # Ctrl-C is for the parent, which interrupts each once
+                die_with_parent(parent, signal.SIGINT)
                 for link in (ours, *self._pids):
                     link.close()
                 Worker(self._session, self._files, theirs).run(name)
@@ -134,10 +141,27 @@ class Crew:
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
         finally:
-            for pid in self._pids.values():
-                os.kill(pid, signal.SIGTERM)
-            for link in list(self._pids):
-                self._end(link)
+            self._stop()
+
+    def _stop(self) -> None:
+        """Interrupt the tests that run: they end what they have started."""
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGINT)
+        deadline = time.monotonic() + STOP_S
+        while self._pids and (heard := wait(list(self._pids), max(0.0, deadline - time.monotonic()))):
+            for link in heard:
+                assert isinstance(link, Connection)
+                try:
+                    kind, *_ = json.loads(link.recv_bytes())
+                    if kind == "next":
+                        link.send_bytes(str(NO_FILE).encode())
+                    elif kind == "start":  # the test before it took the interrupt for its own
+                        os.kill(self._pids[link], signal.SIGINT)
+                except (EOFError, OSError):
+                    self._end(link)
+        for link, pid in list(self._pids.items()):
+            os.kill(pid, signal.SIGKILL)
+            self._end(link)
 
     def _hear(self, link: Connection) -> None:
         try:
@@ -146,10 +170,7 @@ class Crew:
             self._on_end(link)
             return
         if kind == "next":
-            self._waiting[link] = self._next(link)
-            link.send_bytes(str(self._waiting[link]).encode())
-        elif kind == "file":
-            self._waiting[link] = NO_FILE
+            link.send_bytes(str(self._next(link)).encode())
         elif kind == "start":
             self._begun[link] = (words[0], words[1])
         elif kind == "begin":
@@ -179,8 +200,6 @@ class Crew:
         longrepr = f"its worker ended with status {status}; the rest of the file was not run"
         report = pytest.TestReport(nodeid, tuple(location), {}, "failed", longrepr, "call")
         self._hook.pytest_runtest_logreport(report=report)
-        if (number := self._waiting.get(link, NO_FILE)) != NO_FILE:
-            self._todo.appendleft(number)
         if self._todo:
             self._start()
 

@@ -1,0 +1,66 @@
+"""`pytest --workers`: a session that ends early ends what its interrupted tests have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from tests.harness.waiting import is_running, wait_until
+
+ROOT = Path(__file__).parents[2]
+FILES = {
+    "conftest.py": "from tests.harness.workers import pytest_addoption, pytest_runtestloop",
+    "test_waits.py": """
+        import os, pathlib, subprocess, sys, time
+        import pytest
+
+        FOLDER = pathlib.Path(__file__).parent
+
+        @pytest.fixture(scope="module")
+        def helper():
+            command = [sys.executable, "-c", "import time; time.sleep(600)"]
+            with subprocess.Popen(command, start_new_session=True) as process:
+                yield process.pid
+                process.kill()
+
+        def test_that_waits(helper):
+            (FOLDER / "draft").write_text(f"{os.getpid()} {helper}")
+            (FOLDER / "draft").rename(FOLDER / "pids")
+            time.sleep(600)
+    """,
+    "test_fails.py": """
+        import pathlib, time
+
+        def test_that_fails():
+            while not (pathlib.Path(__file__).parent / "pids").exists():
+                time.sleep(0.01)
+            (pathlib.Path(__file__).parent / "fail").rename("gone")
+    """,
+}
+
+
+@pytest.mark.parametrize("how", ["-x", "SIGINT", "SIGKILL"])
+def test_it_leaves_no_process(how: str, tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        if how == "-x" or name != "test_fails.py":
+            (tmp_path / name).write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-x"]
+    session = subprocess.Popen(
+        [*command, "--workers", "2", str(tmp_path)], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    pids = tmp_path / "pids"
+    try:
+        wait_until(pids.exists, "a test that waits")
+        if how != "-x":
+            session.send_signal(signal.Signals[how])
+        assert session.wait(60) == {"-x": 1, "SIGINT": 2, "SIGKILL": -9}[how]
+        wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()), "the end of all")
+    finally:
+        session.kill()
+        session.wait()
