@@ -11,8 +11,9 @@ import glob
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -43,10 +44,19 @@ LOOK_BYTES: Final = 256 << 20
 """What `myxa plan` fetches of a name at most, weights or rows; of more it says the size."""
 SHOWN = 12
 GIB = 1 << 30
+LOOK_EVERY_S: Final = 0.5
+"""How often it is said what is done."""
+BLOCK_BYTES: Final = 512
+"""As stat counts what a file has on the disk."""
 LOG_IN = "ask for access on its page, and log in: `hf auth login`, or HF_TOKEN"
 
 Split = tuple[str, str]
 """Config and split."""
+Say = Callable[[str], object]
+
+
+def say_nothing(text: str) -> None:
+    del text
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +72,10 @@ class HubDownload:
     """The cache."""
 
 
-def fetched(config: RunConfig, *, has_data: bool = True, say: Callable[[str], object] = lambda _: None) -> RunConfig:
-    """With the commit in every name of the hub, whose files are then in this node's cache. Raises ConfigError."""
-    fetch = _Fetch(has_data=has_data, say=say)
+def fetched(config: RunConfig, *, has_data: bool = True, say: Say = say_nothing, doing: Say = say_nothing) -> RunConfig:
+    """With the commit in every name of the hub, whose files are then in this node's cache. `doing` gets, again and
+    again, what is done, and how much of it. Raises ConfigError."""
+    fetch = _Fetch(has_data=has_data, say=say, doing=doing)
     config = fetch.run(config)
     if len(fetch.findings) == 1:
         raise fetch.findings[0].error
@@ -73,9 +84,11 @@ def fetched(config: RunConfig, *, has_data: bool = True, say: Callable[[str], ob
     return config
 
 
-def looked_up(config: RunConfig) -> tuple[RunConfig, tuple[HubDownload, ...], tuple[Finding, ...]]:
+def looked_up(
+    config: RunConfig, doing: Say = say_nothing
+) -> tuple[RunConfig, tuple[HubDownload, ...], tuple[Finding, ...]]:
     """The same without the large files; names that cannot be had stay as they are, with a finding each."""
-    fetch = _Fetch(max_bytes=LOOK_BYTES)
+    fetch = _Fetch(max_bytes=LOOK_BYTES, doing=doing)
     return fetch.run(config), tuple(fetch.downloads), tuple(fetch.findings)
 
 
@@ -88,7 +101,7 @@ def cached(config: RunConfig) -> RunConfig:
         name = HubName.of(kind, SLICE.sub("", text)) if kind and text.startswith(HUB) else None
         if name is None or not COMMIT.fullmatch(name.revision):
             return text
-        folder = f"{_cache()}/{name.kind}s--{name.repo.replace('/', '--')}/snapshots/{name.revision}"
+        folder = f"{_folder(name)}/snapshots/{name.revision}"
         return f"{glob.escape(folder)}/{name.file}{''.join(SLICE.findall(text))}" if name.file else folder
 
     return with_named(config, path_of)
@@ -106,13 +119,29 @@ def _cache() -> str:
     return str(Path(HF_HUB_CACHE).expanduser().resolve())
 
 
+def _folder(name: HubName) -> str:
+    """Of the repository in the cache."""
+    return f"{_cache()}/{name.kind}s--{name.repo.replace('/', '--')}"
+
+
+def _held_bytes(name: HubName) -> int:
+    """Of the repository on this disk, unfinished files included."""
+    found = 0
+    for path in Path(_folder(name), "blobs").glob("*"):
+        with suppress(OSError):  # it has its last name now
+            found += path.stat().st_blocks * BLOCK_BYTES
+    return found
+
+
 @dataclass(slots=True)
 class _Fetch:
     """One look at the hub for all names of a run file."""
 
     has_data: bool = True
     max_bytes: int | None = None
-    say: Callable[[str], object] = lambda _: None
+    say: Say = say_nothing
+    doing: Say = say_nothing
+    _words: Callable[[], str] = lambda: "asking the hub"
     downloads: list[HubDownload] = field(default_factory=list[HubDownload])
     """That were left out or are done."""
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -120,14 +149,18 @@ class _Fetch:
     """Why the hub does not answer."""
 
     def run(self, config: RunConfig) -> RunConfig:
-        """So that Ctrl-C waits for no answer."""
-        return begin_in_daemon_thread(lambda: with_named(config, self._pinned), "hub").result()
+        """In a thread, so that Ctrl-C waits for no answer."""
+        work = begin_in_daemon_thread(lambda: with_named(config, self._pinned), "hub")
+        while wait((work,), LOOK_EVERY_S).not_done:
+            self.doing(self._words())
+        return work.result()
 
     def _pinned(self, text: str, meaning: Meaning, path: KeyPath) -> str | tuple[str, ...]:
         kind, key = KINDS.get(meaning), ".".join(path)
         if kind is None or not text.startswith(HUB) or (kind == "dataset" and not self.has_data):
             return text
         part = "".join(SLICE.findall(text))
+        self._words = lambda: f"{key}: asking the hub for {text}"
         try:
             name = HubName.of(kind, SLICE.sub("", text))
             found = self._model(name, key) if kind == "model" else self._data_set(name, key)
@@ -195,6 +228,10 @@ class _Fetch:
         if self.max_bytes is None or missing <= self.max_bytes:
             if missing:
                 self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
+                held = _held_bytes(name)
+                self._words = lambda: (
+                    f"{key}: {max(0, _held_bytes(name) - held) / GIB:.3f} of {missing / GIB:.3f} GiB fetched of {name}"
+                )
             self._snapshot(name, key, patterns)
             self.downloads[-1] = replace(self.downloads[-1], num_bytes=0)
         return names
@@ -229,8 +266,7 @@ class _Fetch:
         hooks = get_session().event_hooks["request"]
         if _in_time not in hooks:
             hooks.append(_in_time)
-        if not sys.stderr.isatty():
-            disable_progress_bars()
+        disable_progress_bars()  # `doing` says it
         try:
             return snapshot_download(
                 name.repo, repo_type=name.kind, revision=name.revision or None, allow_patterns=list(patterns),
@@ -288,13 +324,14 @@ def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
     )
 
     repo = f"{'data set' if name.kind == 'dataset' else 'model'} {name.repo}"
+    slash = ", with %2F for a slash" if name.kind == "dataset" else ""
     both = f"or name a folder that exists: {name.repo} is none beside the run file (with --set: in this folder)"
     if isinstance(error, GatedRepoError):
         return f"the {repo} is gated", LOG_IN
     if isinstance(error, RepositoryNotFoundError):
         return f"the hub has no {repo}, or it is private", f"check the name, {both}; a private one: {LOG_IN}"
     if isinstance(error, RevisionNotFoundError):
-        return f"the {repo} has no revision {name.revision}", "name a branch, tag or commit of it"
+        return f"the {repo} has no revision {name.revision}", f"name a branch, tag or commit of it{slash}"
     cause = error.__cause__ or error
     shown = _without_secrets(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
     if isinstance(error, LocalEntryNotFoundError):

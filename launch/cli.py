@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -89,7 +90,19 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """The exit status; with the process's own arguments it ends with one that is not 0."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        _end_quietly()
+    if status and argv is None:
+        _end_at_once(status)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     _write_all_letters(sys.stdout)
     parser = make_parser()
     is_json = "--json" in arguments
@@ -110,12 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .checks.node import TORCH_REMEDY
 
         return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
-    except KeyboardInterrupt:
-        if argv is None:
-            _end_at_once()
-        return INTERRUPTED
     except BrokenPipeError:
-        _end_quietly()
+        raise
     except OSError as error:
         return _tell(_of_a_file(error), is_json=is_json)
 
@@ -159,11 +168,12 @@ def _of_a_file(error: OSError) -> ConfigError:
     raise error
 
 
-def _end_at_once() -> NoReturn:
+def _end_at_once(status: int) -> NoReturn:
     """Python would wait for threads of a library that download."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(INTERRUPTED)
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _end_quietly() -> NoReturn:

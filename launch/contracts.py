@@ -30,6 +30,8 @@ class NodeFacts(Record, frozen=True, kw_only=True):
     """It joins a live run; its number is the one that `enlist` gave it."""
     problem: str = ""
     """Why it cannot take part: the run must not wait for it."""
+    doing: str = ""
+    """What it does before it can take part. The run waits for it as long as it says something new."""
     nonce: str = ""
     """Random per launcher: a request repeated because its answer was lost does not count as a second node."""
 
@@ -209,7 +211,8 @@ class SupervisorContract(Actor):
 
     @call(deadline=30)
     async def join(self, facts: NodeFacts) -> str:
-        """A node is ready for actors: why it may not take part, or empty. The same launcher may repeat this."""
+        """A node is ready for actors, or says what it does before that: why it may not take part, or empty. The same
+        launcher may repeat this."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

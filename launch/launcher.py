@@ -12,8 +12,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncGenerator, Generator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,26 @@ import uvloop
 from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
-from ..actors.hub import fetched
+from ..actors.hub import fetched, say_nothing
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
+from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import CallError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
-from .contracts import SUPERVISOR, AgentContract, RunDescription, agent_name
+from .actor_spec import ActorSpec
+from .contracts import (
+    SUPERVISOR,
+    AgentContract,
+    EnlistReply,
+    NodeFacts,
+    RunDescription,
+    SupervisorContract,
+    agent_name,
+)
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
-from .frozen_code import freeze
+from .frozen_code import Frozen, freeze
 from .nodes.agent import Agent, AgentOptions
 from .nodes.follower import follow
 from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, with_start
@@ -47,6 +57,7 @@ from .screen import Screen
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
+from .waiting import Waiting, say_aside
 
 if TYPE_CHECKING:
     from .control.server import VerbContext
@@ -94,8 +105,6 @@ _log = logging.getLogger("myxa.launcher")
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
     """This node's part of a run to its end; `config` of node 0. Raises ConfigError, LaunchError at the start."""
     raise_limit()
-    if config is not None:
-        config = fetched(config, say=(lambda _: None) if options.is_quiet else print)
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow(options) if config is None else _lead(config, options))
 
@@ -114,20 +123,15 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
             await asyncio.sleep(0)
         from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
 
-        check_own(config, actors, options.program, 0)
-        if options.run_dir is not None:  # refuse before anything there is changed
-            freeze(config, options.run_dir.path)
-        text, config = dump_config(config), with_start(config, options)
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
-            run_dir = stack.enter_context(_run_dir(config, options))
-            frozen = await asyncio.to_thread(freeze, config, run_dir.path)  # rows of an environment take their time
-            config = frozen.config
+            ready = await _made_ready(config, actors, options, rendezvous, stack)
+            run_dir, frozen, config = ready.run_dir, ready.frozen, ready.frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
                 run_place = RunSetup(
                     actors=actors,
                     num_nodes=options.place.num_nodes,
-                    config=text,
+                    config=ready.config,
                     program=options.program,
                     plan=RunDescription(
                         run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
@@ -146,6 +150,52 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 ending = await _conduct(context, rendezvous, runtime, own, options, screen)
     screen.finish(ending, options.next_steps)
     return replace(ending, run_dir=run_dir.path)
+
+
+class _NotReady(SupervisorContract):
+    """In the supervisor's place until node 0 has what the run needs: other nodes hear what they wait for."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+
+    async def enlist(self, facts: NodeFacts) -> EnlistReply:
+        return EnlistReply(reason=f"node 0 is not ready: {self._waiting.text}", is_early=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A run that node 0 can start."""
+
+    config: str
+    """What the other nodes get before they join, as TOML."""
+    frozen: Frozen
+    run_dir: RunDir
+
+
+async def _made_ready(
+    config: RunConfig,
+    actors: Sequence[ActorSpec],
+    options: LaunchOptions,
+    rendezvous: NodeRendezvous,
+    stack: contextlib.AsyncExitStack,
+) -> _Ready:
+    """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack."""
+    say = say_nothing if options.is_quiet else say_aside
+    with Waiting("checking what the run needs", say) as waiting:
+        if not options.place.is_alone:
+            await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
+        config = await in_daemon_thread(partial(fetched, config, say=say, doing=waiting.now), "hub")
+        waiting.now("checking what the run needs")
+        await in_daemon_thread(partial(check_own, config, actors, options.program, 0), "checks")
+        waiting.now("copying code, and making the rows of environments")
+        if options.run_dir is not None:  # refuse before anything there is changed
+            await in_daemon_thread(partial(freeze, config, options.run_dir.path), "freeze")
+        text, config = dump_config(config), with_start(config, options)
+        run_dir = stack.enter_context(_run_dir(config, options))
+        frozen = await in_daemon_thread(partial(freeze, config, run_dir.path), "freeze")
+        if not options.place.is_alone:
+            await rendezvous.node.stop(SUPERVISOR)
+    return _Ready(text, frozen, run_dir)
 
 
 @contextlib.contextmanager
@@ -177,7 +227,7 @@ async def _conduct(
     await supervisor.join(facts_of(options.place, rendezvous))
     lead = Lead(
         supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
-        tell=screen.tell,
+        say=screen.say, tell=screen.tell,
     )  # fmt: skip
 
     def asked(reason: str, number: int) -> None:

@@ -4,6 +4,7 @@
     data set   [hf://datasets/]org/name[@revision][:split | :config[:split]]
                hf://datasets/org/name[@revision]/file-or-pattern
 
+A slash in the revision of a data set is written as %2F, for what follows a plain one is a file, but in `refs/pr/7`.
 Without `hf://` it is a path where there is a folder `org`. A frozen run file has `hf://` and a commit, and of data sets
 the files, so it means one thing.
 """
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import quote, unquote
 
 from pydantic import AfterValidator
 
@@ -24,15 +26,19 @@ from .section import Means, check_no_nul
 HUB, DATASETS = "hf://", "datasets/"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO = r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
-_REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[\w.-]+|[\w.-]+))?"
+_WORD = r"(?:[\w.+-]|%[0-9A-Fa-f]{2})+"
 FORMS = {
-    "model": re.compile(_REPO + _REVISION),
-    "dataset": re.compile(rf"{_REPO}{_REVISION}(?:(?P<parts>(?::[^:/@]+){{0,2}})|/(?P<file>.+))"),
+    "model": re.compile(rf"{_REPO}(?:@(?P<revision>{_WORD}(?:/{_WORD})*))?"),
+    "dataset": re.compile(
+        rf"{_REPO}(?:@(?P<revision>refs/(?:convert|pr)/{_WORD}|{_WORD}))?(?:(?P<parts>(?::[^:/@]+){{0,2}})|/(?P<file>.+))"
+    ),
 }
 SLICE = re.compile(r"@\[.*\]$", re.DOTALL)
 DATA_FILE = re.compile(r"[^@:]*\.(jsonl?|ndjson|parquet|arrow|feather|ipc|csv|tsv|txt|gz|zst|bz2|xz|zip|db|sqlite)")
 """A missing file, and no data set."""
 
+SPECIAL = re.compile(r"refs/(?:convert|pr)/[^/]+")
+BACK = frozenset({"..", "."})
 Kind = Literal["model", "dataset"]
 KINDS: Mapping[str, Kind] = {"model": "model", "sources": "dataset"}
 """By what a text of the run file means."""
@@ -57,13 +63,15 @@ class HubName:
         match = FORMS[kind].fullmatch(text.removeprefix(HUB).removeprefix(DATASETS if kind == "dataset" else ""))
         found = {key: value or "" for key, value in match.groupdict().items()} if match else {}
         parts, file = found.pop("parts", ""), found.get("file", "")
-        if match is None or "@[" in file or {"..", "."} & {*file.split("/"), *found["revision"].split("/")}:
+        revision = found["revision"] = unquote(found.get("revision", ""))
+        if match is None or "@[" in file or not revision.isprintable() or BACK & {*f"{file}/{revision}".split("/")}:
             more = "org/name@revision" if kind == "model" else "datasets/org/name@revision:config:split"
             raise ValueError(f"a name of the hub must look like {HUB}{more}")
         return cls(kind, parts=tuple(filter(None, parts.split(":"))), **found)
 
     def __str__(self) -> str:
-        where = f"@{self.revision}" if self.revision else ""
+        is_plain = self.kind == "model" or SPECIAL.fullmatch(self.revision)
+        where = f"@{quote(self.revision, safe='+/' if is_plain else '+')}" if self.revision else ""
         rest = f"/{self.file}" if self.file else "".join(f":{part}" for part in self.parts)
         return f"{HUB}{DATASETS if self.kind == 'dataset' else ''}{self.repo}{where}{rest}"
 

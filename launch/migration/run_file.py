@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -30,8 +30,6 @@ LISTS = {
 KEEPS_GAPS = ("text", "function", "paths", "eval_sets", "trackers", "reward_file")
 NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
 """Key that a run file must have -> a name that stands for the user's."""
-SIZES = ["megatron.tp", "megatron.pp", "megatron.vpp", "megatron.cp", "megatron.ep", "megatron.etp"]
-"""What goes where they do not divide the number of ranks."""
 GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sglang.", "engine.", "weights.", "eval.")
 """Beginnings of keys that supervised training does not have."""
 
@@ -151,30 +149,44 @@ class Migration:
             self.lists["hand"].append(f"{key}: the file does not name one")
         if self.values.get("algo.kind", ("",))[0] == "sft":
             self._take_away([one for one in self.values if one.startswith(GENERATES)], "gone", "nothing is generated")
-        while any(map(self._refused, inspect_config(["run.toml"], text=self.text()).problems)):
+        while self._mended():
             pass
         kept = self.listed.union(*(names for _, _, names in self.values.values()))
         for name in [name for name in self.found.given if name not in kept]:
             kind = "gone" if name in self.seen else "unknown"
             self.says(kind, [name], "changes nothing as it is set" if name in self.seen else "is not in the table")
 
-    def _refused(self, problem: Finding) -> bool:
-        """Take away what makes the loader refuse a key: that key, what its message names, or what is beside it."""
-        key, why = problem.key, " ".join(str(problem.error).split())
-        left = [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
-        named = [one for one in left if f"{one} " in why]
-        beside = [one for one in left if one.partition(".")[0] == key.partition(".")[0] != "roles"]
-        ways = (
-            [one for one in SIZES if one in left and key == "roles.trainer.count"],
-            [one for one in left if f"{key}.".startswith(f"{one}.")],
-            [one for one in named if one in beside],
-            named,
-            [one for one in left if one.startswith(f"{key}.")],
-            beside,
-        )
-        fits = next(filter(None, ways), list[str]())
-        self._take_away(fits, "hand", why)
-        return bool(fits)
+    def _problems(self, without: Collection[str] = ()) -> tuple[Finding, ...]:
+        """What the loader refuses of the file, if it does not have these keys."""
+        held = self.values
+        self.values = {key: one for key, one in held.items() if key not in without}
+        self.values |= {key: (NEEDED[key], "", ()) for key in NEEDED if key in without}
+        try:
+            return inspect_config(["run.toml"], text=self.text()).problems
+        finally:
+            self.values = held
+
+    def _mended(self) -> bool:
+        """Take away what makes the loader refuse a key: the fewest values without which it does not."""
+        problems = self._problems()
+        if not problems:
+            return False
+        key, left = problems[0].key, [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
+        section = key.partition(".")[0]
+        tables = [section, *dict.fromkeys(one.partition(".")[0] for one in left)]
+        ways = [[one for one in left if f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.")]]
+        ways += [[one for one in left if one.partition(".")[0] == table] for table in tables]
+
+        def is_gone(without: Collection[str], others_come: bool) -> bool:
+            keys = {one.key for one in self._problems(without)}
+            return key not in keys and (others_come or keys <= {one.key for one in problems})
+
+        tries = ((set(way), others_come) for others_come in (False, True) for way in ways if way)
+        found, others_come = next((one for one in tries if is_gone(*one)), (set(left), True))
+        for one in [one for one in left if one in found and len(found) > 1]:
+            found -= {one} if is_gone(found - {one}, others_come) else set()
+        self._take_away([one for one in left if one in found], "hand", " ".join(str(problems[0].error).split()))
+        return bool(found)
 
     def _take_away(self, keys: Sequence[str], kind: str, why: str) -> None:
         for key in keys:

@@ -24,14 +24,16 @@ from rich.text import Text
 
 from ...actors.hub import fetched
 from ...core.clock import SystemClock
-from ...core.config import load_config
+from ...core.config import RunConfig, load_config
 from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import CallError, LaunchError, MyxaError
+from ...core.refs import with_deadline
 from ...core.retry import until_answered
 from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
 from ..first_failure import RunEnd
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
+from ..waiting import Waiting
 from .agent import Agent
 from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of
 from .rendezvous import NodeRendezvous, join_rendezvous
@@ -49,88 +51,106 @@ Stop = Callable[[str, int], Awaitable[None]]
 
 async def follow(options: LaunchOptions) -> RunEnd:
     """Take part to the end. Raises ConfigError and LaunchError: cannot start, not reached, refused."""
-    deadline = time.monotonic() + options.timeouts.gather_s
-    place, key, file = options.place, options.job_key, options.rdzv_file
+    place, key, file, wait_s = options.place, options.job_key, options.rdzv_file, options.timeouts.gather_s
     told: EnlistReply | None = None
     with RuntimeDir() as runtime:
         if options.is_late:
             name = f"late/{secrets.token_hex(6)}"
-            async with join_rendezvous(place, runtime.path, key, file, deadline, name=name) as rendezvous:
-                told = await _enlist(options, place, rendezvous, deadline)
+            async with join_rendezvous(place, runtime.path, key, file, wait_s, name=name) as rendezvous:
+                told = await _Follower(options, place, rendezvous).enlist()
             place = replace(place, rank=told.node)
         _say(f"this is node {place.rank} of the run at {place.endpoint or file}; the run file of node 0 counts")
         async with (
-            join_rendezvous(place, runtime.path, key, file, deadline) as rendezvous,
+            join_rendezvous(place, runtime.path, key, file, wait_s) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
-            told = told or await _enlist(options, place, rendezvous, deadline)
-            return await _take_part(options, place, rendezvous, runtime.path, deadline, told)
+            follower = _Follower(options, place, rendezvous)
+            return await follower.take_part(runtime.path, told or await follower.enlist())
 
 
-async def _enlist(options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous, deadline: float) -> EnlistReply:
-    supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
-    facts = facts_of(place, rendezvous, is_late=options.is_late)
-    while True:
-        reply = await _answer(lambda: supervisor.enlist(facts), rendezvous, deadline)
-        if reply.node >= 0:
-            return reply
-        if not reply.is_early or time.monotonic() > deadline:
-            raise LaunchError(f"node 0 refused this node: {reply.reason}")
-        await asyncio.sleep(ASK_AGAIN_S)
+class _Follower:
+    """This node, as node 0 knows it: each of them waits for the other as long as that one says something new."""
 
+    def __init__(self, options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous) -> None:
+        self._options = options
+        self._place = place
+        self._rendezvous = rendezvous
+        self._facts = facts_of(place, rendezvous, is_late=options.is_late)
+        supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
+        self._supervisor = with_deadline(supervisor, options.timeouts.lost_s)
+        self._patience_s = options.timeouts.gather_s
 
-async def _take_part(
-    options: LaunchOptions,
-    place: NodePlace,
-    rendezvous: NodeRendezvous,
-    runtime: Path,
-    deadline: float,
-    told: EnlistReply,
-) -> RunEnd:
-    supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
-    options = replace(options, program=told.program)
-    facts = facts_of(place, rendezvous, is_late=options.is_late)
-    try:
-        path = runtime / "run.toml"
-        path.write_text(told.config, encoding="utf-8")
-        has_data = any(actor.role == "buffer" and actor.node == place.rank for actor in told.actors)
-        fetch = partial(fetched, load_config(path), has_data=has_data, say=_say)
-        config = await in_daemon_thread(fetch, "hub")
-        check_own(config, told.actors, told.program, place.rank)
-    except MyxaError as error:
-        _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
-        unable = msgspec.structs.replace(facts, problem=str(error))
-        with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason
-            await _answer(lambda: supervisor.join(unable), rendezvous, deadline)
-        raise
-    server = fork_server_of(config, told.actors, told.program, place.rank, runtime)
-    agent = Agent(agent_options(options, place, rendezvous, runtime, config, server), rendezvous.exit_seen)
-    await rendezvous.node.start(agent, name=agent_name(place.rank))
-    if reason := await _answer(lambda: supervisor.join(facts), rendezvous, deadline):
-        raise LaunchError(f"node 0 refused this node: {reason}")
-    agent.mind_node_0()
-    if not options.is_late:
-        farewell = await _lend(agent, supervisor.stop_run)
-    else:
-        farewell = await _lend(agent, lambda reason, _: supervisor.leave_node(place.rank, reason))
-        if farewell.exit_code == 0 and farewell.reason == CTRL_C:
-            farewell = replace(farewell, exit_code=128 + signal.SIGINT)  # as shells have it
-    _say(f"ended: {farewell.reason}")
-    return farewell
+    async def enlist(self) -> EnlistReply:
+        """What node 0 says. Raises LaunchError, CallError."""
+        news_s = time.monotonic()
+        with Waiting("asking node 0", _say) as waiting:
+            while True:
+                reply = await self._answer(lambda: self._supervisor.enlist(self._facts))
+                if reply.node >= 0:
+                    return reply
+                news_s = news_s if reply.reason == waiting.text else time.monotonic()
+                if not reply.is_early or time.monotonic() - news_s > self._options.timeouts.gather_s:
+                    raise LaunchError(f"node 0 refused this node: {reply.reason}")
+                waiting.now(reply.reason)
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def take_part(self, runtime: Path, told: EnlistReply) -> RunEnd:
+        options, place = replace(self._options, program=told.program), self._place
+        with Waiting("reading the run file of node 0", _say) as waiting:
+            work = asyncio.get_running_loop().create_task(self._made_ready(runtime, told, waiting))
+            try:
+                while not (await asyncio.wait({work}, timeout=ASK_AGAIN_S))[0]:
+                    await self._join(doing=waiting.text)
+            finally:
+                work.cancel()
+        config = work.result()
+        server = fork_server_of(config, told.actors, told.program, place.rank, runtime)
+        own = agent_options(options, place, self._rendezvous, runtime, config, server)
+        agent = Agent(own, self._rendezvous.exit_seen)
+        await self._rendezvous.node.start(agent, name=agent_name(place.rank))
+        await self._join()
+        agent.mind_node_0()
+        if not options.is_late:
+            farewell = await _lend(agent, self._supervisor.stop_run)
+        else:
+            farewell = await _lend(agent, lambda reason, _: self._supervisor.leave_node(place.rank, reason))
+            if farewell.exit_code == 0 and farewell.reason == CTRL_C:
+                farewell = replace(farewell, exit_code=128 + signal.SIGINT)  # as shells have it
+        _say(f"ended: {farewell.reason}")
+        return farewell
+
+    async def _made_ready(self, runtime: Path, told: EnlistReply, waiting: Waiting) -> RunConfig:
+        """The run's configuration, once this node has what its actors need. Node 0 hears of an error, too."""
+        try:
+            path = runtime / "run.toml"
+            path.write_text(told.config, encoding="utf-8")
+            has_data = any(actor.role == "buffer" and actor.node == self._place.rank for actor in told.actors)
+            fetch = partial(fetched, load_config(path), has_data=has_data, say=_say, doing=waiting.now)
+            config = await in_daemon_thread(fetch, "hub")
+            waiting.now("checking what its actors need")
+            check = partial(check_own, config, told.actors, told.program, self._place.rank)
+            await in_daemon_thread(check, "checks")
+        except MyxaError as error:
+            _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
+            with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason
+                await self._join(problem=str(error))
+            raise
+        return config
+
+    async def _join(self, **more: str) -> None:
+        facts = msgspec.structs.replace(self._facts, **more)
+        if reason := await self._answer(lambda: self._supervisor.join(facts)):
+            raise LaunchError(f"node 0 refused this node: {reason}")
+
+    async def _answer(self, send: Callable[[], Awaitable[T]]) -> T:
+        who = f"node 0 at {self._rendezvous.endpoint}"
+        answer = await until_answered(send, who=who, clock=SystemClock(), log=_log, give_up_s=self._patience_s)
+        self._patience_s = self._options.timeouts.lost_s  # it is there
+        return answer
 
 
 def _say(text: str, *, is_error: bool = False) -> None:
     Console(stderr=is_error).print(Text(text), soft_wrap=True)
-
-
-async def _answer(send: Callable[[], Awaitable[T]], rendezvous: NodeRendezvous, deadline: float) -> T:
-    return await until_answered(
-        send,
-        who=f"node 0 at {rendezvous.endpoint}",
-        clock=SystemClock(),
-        log=_log,
-        give_up_s=max(0.0, deadline - time.monotonic()),
-    )
 
 
 async def _lend(agent: Agent, stop: Stop) -> RunEnd:

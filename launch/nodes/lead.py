@@ -47,6 +47,7 @@ class Lead:
     clock: Clock
     timeouts: LauncherTimeouts
     show: Callable[[RunView], None]
+    say: Callable[[str], None]
     tell: Callable[[FirstFailure], None]
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class Lead:
         return RunEnd(ending.exit_code, ending.reason, self.watch.last.status, failure)
 
     async def _start(self) -> None:
-        await self.supervisor.membership.gather(self.timeouts.gather_s)
+        await self.supervisor.membership.gather(self.timeouts.gather_s, self.say)
         await self.supervisor.start_all()
 
     async def _report(self) -> None:

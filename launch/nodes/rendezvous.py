@@ -116,15 +116,14 @@ async def join_rendezvous(
     runtime_dir: Path,
     job_key: Path | None,
     rdzv_file: Path | None,
-    deadline: float,
+    timeout_s: float,
     *,
     name: str = "",
 ) -> AsyncGenerator[NodeRendezvous]:
     """Other nodes: join the registry of node 0, which may start later than we do. `name`: for a launcher that has no
-    number yet.
-
-    `deadline` is a moment of `time.monotonic`. Raises LaunchError naming the endpoint if it passes.
+    number yet. Raises LaunchError naming the endpoint after `timeout_s`.
     """
+    deadline = time.monotonic() + timeout_s
     endpoint = place.endpoint or await _read_endpoint(rdzv_file, deadline)
     key_path = job_key or default_job_key()
     await _until_there(key_path, deadline, "the job's key")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -18,6 +18,7 @@ from ...core.errors import LaunchError
 from ..contracts import SUPERVISOR, EnlistReply, NodeFacts
 from .placement import distance_problem, make_spec
 
+SAY_EVERY_S = 10.0
 _log = logging.getLogger(f"myxa.{SUPERVISOR}")
 
 
@@ -33,6 +34,8 @@ class Membership:
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
         self._declined = ""
+        self._doing: dict[int, str] = {}
+        """Node that has not joined -> what it does, as it said last."""
         self._changed = asyncio.Event()
         self._next = num_nodes
         self._late: set[int] = set()
@@ -67,8 +70,13 @@ class Membership:
             return ""
         if reason := self._objection(facts):
             return self._refuse(facts, reason)
+        if facts.doing:
+            self._doing[facts.node] = f"{facts.host}: {facts.doing}"
+            self._changed.set()
+            return ""
         _log.info("node %d joined from %s", facts.node, facts.host)
         self._refused.pop(facts.node, None)
+        self._doing.pop(facts.node, None)
         self._nodes[facts.node] = facts
         self._changed.set()
         return ""
@@ -85,29 +93,40 @@ class Membership:
     def lose(self, node: int) -> bool:
         """The node has left or is lost; whether it was a member."""
         self._leaving.pop(node, None)
+        self._doing.pop(node, None)
         self._late.discard(node)
         self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}
         return self._nodes.pop(node, None) is not None
 
-    async def gather(self, timeout_s: float) -> None:
-        """Wait until all nodes joined. Raises LaunchError with the missing ones, or what a node reports of itself."""
-        wanted = set(range(self._num_nodes))
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not wanted <= self._nodes.keys() and not self._declined:
-                    self._changed.clear()
+    async def gather(self, timeout_s: float, say: Callable[[str], object] = lambda _: None) -> None:
+        """Wait until all nodes joined, for each of them as long as it says something new within `timeout_s`. Raises
+        LaunchError with the missing ones, or what a node reports of itself."""
+        now = asyncio.get_running_loop().time
+        heard_s, words, said_s = dict.fromkeys(range(self._num_nodes), now()), dict[int, str](), -SAY_EVERY_S
+        while (missing := heard_s.keys() - self._nodes.keys()) and not self._declined:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(min(heard_s[node] for node in missing) + timeout_s - now()):
                     await self._changed.wait()
-        except TimeoutError:
-            missing = sorted(wanted - self._nodes.keys())
-            refusals = "".join(f"; node {node} was refused: {why}" for node, why in sorted(self._refused.items()))
-            raise LaunchError(
-                f"{len(missing)} of {len(wanted)} nodes did not join within {timeout_s:g} s: "
-                f"{', '.join(map(str, missing))}{refusals}",
-                remedy="start `myxa launch` on every node with the --rdzv of node 0, with a longer --rdzv-timeout if "
-                "large models are fetched from the hub",
-            ) from None
+            except TimeoutError:
+                raise self._missing(sorted(missing), timeout_s) from None
+            news = {node: text for node, text in self._doing.items() if words.get(node) != text}
+            words |= news
+            heard_s |= dict.fromkeys((*news, *self._nodes), now())
+            if news and now() >= said_s + SAY_EVERY_S:
+                said_s = now()
+                say("; ".join(f"node {node} ({text})" for node, text in sorted(news.items())))
         if self._declined:
             raise LaunchError(self._declined, remedy="correct it there and start all nodes again")
+
+    def _missing(self, nodes: Sequence[int], timeout_s: float) -> LaunchError:
+        shown = [f"{node} ({self._doing[node]})" if node in self._doing else str(node) for node in nodes]
+        refusals = "".join(f"; node {node} was refused: {why}" for node, why in sorted(self._refused.items()))
+        return LaunchError(
+            f"{len(nodes)} of {self._num_nodes} nodes did not join within {timeout_s:g} s of their last word: "
+            f"{', '.join(shown)}{refusals}",
+            remedy="start `myxa launch` on every node with the --rdzv of node 0",
+        )
 
     def _objection(self, facts: NodeFacts) -> str:
         """Why a node may not join; empty: it may."""
@@ -138,7 +157,8 @@ class Membership:
         if facts.nonce in self._given:
             return self._given[facts.nonce]
         if not has_started:
-            return EnlistReply(reason="the run is being started", is_early=True)
+            waits = "; ".join(f"node {node} ({text})" for node, text in sorted(self._doing.items()))
+            return EnlistReply(reason=f"the run is being started{': ' if waits else ''}{waits}", is_early=True)
         reason = self._objection(facts)
         if not reason and self._max_nodes and len(self._nodes) >= self._max_nodes:
             reason = f"the run has {len(self._nodes)} nodes, as many as it may have (--nnodes)"

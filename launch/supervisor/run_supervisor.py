@@ -330,7 +330,7 @@ class RunSupervisor(SupervisorContract):
     async def join(self, facts: NodeFacts) -> str:
         is_new = facts.node not in self.membership.nodes
         reason = self.membership.join(facts)
-        if reason or not is_new:
+        if reason or not is_new or facts.doing:
             return reason
         if facts.node:
             self._heard_at[facts.node] = self._now()

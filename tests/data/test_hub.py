@@ -44,7 +44,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     hub = Hub()
-    hub.add("models", "acme/tiny", MODEL, tags=("v1",))
+    hub.add("models", "acme/tiny", MODEL, tags=("v1", "team/try+1"))
     deep = b'---\nconfigs:\n- data_files: "**/*.jsonl"\n---\n'
     hub.add("datasets", "acme/deep", {"README.md": deep, "a.jsonl": b"{}\n", "b/c/d.jsonl": b"{}\n"})
     hub.add("models", "acme/bin", {**CONFIG, "pytorch_model.bin": b"no"})
@@ -56,7 +56,7 @@ def hub() -> Iterator[Hub]:
     hub.add("datasets", "acme/wordy", {"README.md": CARD, "a.jsonl": b"{}"}, sizes={"README.md": 1 << 40})
     hub.add("datasets", "acme/bomb", {"README.md": BOMB, "a.jsonl": b"{}\n", "b.jsonl": b"{}\n"})
     hub.add("models", "acme/huge", MODEL, sizes={"model.safetensors": 1 << 60})
-    hub.add("datasets", "acme/rows", ROWS)
+    hub.add("datasets", "acme/rows", ROWS, tags=("team/rows",))
     hub.add("datasets", "acme/one", {"data/rows.jsonl": b"{}\n", "dataset_infos.json": b"{}", "x.py": b"no"})
     hub.add("datasets", "acme/two", {"README.md": b"---\nconfigs: 7\n---\n", "a.jsonl": b"{}\n", "b.jsonl": b"{}\n"})
     up = b'---\nconfigs:\n- data_files: "../../*.jsonl"\n---\n'
@@ -75,7 +75,7 @@ def asker(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]
 
 def test_a_model_is_pinned_and_lies_in_the_cache_without_what_is_not_read(hub: Hub, asker: Asker) -> None:
     commit = hub.repos["models", "acme/tiny"].commit
-    for name in ("acme/tiny", "acme/tiny@v1", f"acme/tiny@{commit}"):
+    for name in ("acme/tiny", "acme/tiny@v1", "acme/tiny@team/try+1", "acme/tiny@team%2Ftry+1", f"acme/tiny@{commit}"):
         found = asker.fetched(model=f"hf://{name}")
         assert found["model"] == f"hf://acme/tiny@{commit}"
         held = {str(one.relative_to(found["paths"][0])) for one in Path(found["paths"][0]).rglob("*")}
@@ -123,6 +123,8 @@ def plain(pattern: str) -> str:
         ("acme/rows:socratic", "socratic/train.jsonl"),
         ("acme/rows:main:train@[1:5]", "main/train-*@[1:5]"),
         ("acme/rows/main/*-0.jsonl", "main/*-0.jsonl"),
+        ("acme/rows@team%2Frows:main:train", "main/train-*"),
+        ("acme/rows@team%2Frows/main/*-0.jsonl", "main/*-0.jsonl"),
         ("acme/one", "data/rows.jsonl"),
         ("acme/deep", "**/*.jsonl"),
     ],

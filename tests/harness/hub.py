@@ -158,7 +158,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     repo.num_cuts -= 1
                     self.close_connection = True
                     return
-                self.wfile.write(body[at : at + PIECE])
+                try:
+                    self.wfile.write(body[at : at + PIECE])
+                except ConnectionError:
+                    return  # it has given up
                 if repo.pause_s:
                     self.wfile.flush()
                     time.sleep(repo.pause_s)

@@ -7,11 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.harness.commands import Command, run
-from tests.harness.hub import Hub
+from tests.harness.hub import Asker, Hub
 from tests.harness.run_job import make_job
 from tests.harness.waiting import wait_until
 
@@ -64,6 +67,72 @@ def test_each_node_fetches_the_commit_of_node_0_and_the_run_goes_on_without_the_
     assert load_config(RunDir(job.run_dir()).config).model.path == frozen.model.path
     nowhere = run("fork", first, *alone, folder=tmp_path, env=hub.env(tmp_path / "none", HF_HUB_OFFLINE="1"))
     assert nowhere.returncode == 2 and "is not whole in the cache" in nowhere.stderr
+
+
+MIB = 1 << 20
+TOY = Path(__file__).parents[1] / "launch"
+
+
+@contextmanager
+def two_nodes(tmp_path: Path, slow: int, pause_s: float, wait_s: int) -> Iterator[tuple[Path, list[Command]]]:
+    """Toys, of which one node has to fetch the model first, with a pause after each 16 KiB."""
+    hub, launchers = Hub(), list[Command]()
+    repo = hub.add("models", "acme/large", {"config.json": b"{}", "model.safetensors": bytes(40 * MIB)})
+    (tmp_path / "run.toml").write_text(
+        '[run]\nname = "toy"\n[model]\npath = "hf://acme/large"\n[data]\ntrain = "d.jsonl"\n'
+    )
+    homes = [tmp_path / f"home.{node}" for node in range(2)]
+    with hub.serving(), Asker(hub, homes[1 - slow]) as asker:
+        asker.fetched(model="hf://acme/large")
+        repo.pause_s = pause_s
+        meeting = ("--nnodes", "2", "--rdzv-file", str(tmp_path / "rdzv"), "--job-key", str(tmp_path / "job.key"),
+                   "--rdzv-timeout", str(wait_s), "--lost-timeout", "5", "--program", "toy_program:build",
+                   "--set", "roles.rollout.nodes=[0, 1]", "--set", 'run.dir="runs"')  # fmt: skip
+        try:
+            for node, more in enumerate((("--rdzv", "127.0.0.1:0"), ())):
+                words = ("launch", str(tmp_path / "run.toml"), *meeting, *more, "--node-rank", str(node))
+                with (tmp_path / f"said.{node}").open("w") as log:
+                    env = hub.env(homes[node], PYTHONPATH=str(TOY))
+                    launchers.append(Command(words, tmp_path, log=log, env=env))
+            yield homes[slow], launchers
+        finally:
+            for launcher in launchers:
+                if launcher.poll() is None:
+                    launcher.kill()
+                    launcher.wait(30)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_node_is_waited_for_while_its_download_goes_on(tmp_path: Path, slow: int) -> None:
+    began_s = time.monotonic()
+    with two_nodes(tmp_path, slow, 0.003, 5) as (_, launchers):
+        logs = tmp_path / "runs" / "latest" / "logs"
+
+        def is_up() -> bool:
+            return (
+                "serves as" in (logs / "rollout.1.0.log").read_text() if (logs / "rollout.1.0.log").exists() else False
+            )
+
+        wait_until(lambda: is_up() or any(one.poll() is not None for one in launchers), "the actors", 60)
+        said = [(tmp_path / f"said.{node}").read_text() for node in range(2)]
+        assert is_up(), said
+        assert time.monotonic() - began_s > 7, "longer than --rdzv-timeout"
+        assert ("node 0 is not ready", "node 1 (")[slow] in said[1 - slow], said[1 - slow]
+        (logs.parent / "finish").touch()
+        assert [one.wait(30) for one in launchers] == [0, 0]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_node_whose_download_stands_still_and_a_dead_one_are_given_up(tmp_path: Path, is_killed: bool) -> None:
+    with two_nodes(tmp_path, 1, 3600.0, 4) as (home, launchers):
+        wait_until(lambda: any(home.glob("hub/*/blobs/*.incomplete")), "the download", 30)
+        if is_killed:
+            left = launchers[1].below()
+            launchers[1].kill()
+            wait_until(lambda: not any(one.is_running() for one in left), "its janitor")
+        assert launchers[0].wait(20) == 3
+        assert "1 of 2 nodes did not join" in (tmp_path / "said.0").read_text()
+        assert launchers[1].wait(20) != 0, "it learns that the run is over"
 
 
 def test_plan_of_a_large_model_reads_its_config_alone(tmp_path: Path) -> None:
