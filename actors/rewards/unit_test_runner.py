@@ -1,4 +1,4 @@
-"""Runs unit tests against an answer, inside a sandbox. It stands for itself, as `actors/user_code/confine.py` does.
+"""Runs unit tests against an answer, inside a sandbox. It stands for itself.
 
     runner: reads tests from stdin, calls, compares, writes the verdict to stdout; no other process can read its memory
        |  a socket for each run of the answer

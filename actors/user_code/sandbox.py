@@ -8,7 +8,7 @@
 | bubblewrap | the same | bwrap, namespaces |
 | docker | the same, in an image of its own | docker and its daemon |
 
-Namespaces are made by bubblewrap (`bwrap`), limits by `confine.py`, which starts the command inside them.
+Namespaces are made by bubblewrap (`bwrap`), limits by util-linux (`prlimit`, `setpriv`).
 `sandbox(name)` gives one, `trouble_with(name)` says why there is none. To add one: a class with `wrapped`, and its name
 in `core/config/run.py`.
 """
@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -30,7 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...core.config.run import SandboxName
 from ...core.errors import ConfigError
@@ -51,7 +51,18 @@ HIDDEN = frozenset({"dev", "proc", "run", "sys", "tmp"})
 """Of the root folder. In /run are sockets of daemons, docker's and systemd's, that start programs outside."""
 NAMES = "/etc/resolv.conf"
 """Often a link to a file in /run."""
-CONFINE = str(Path(__file__).with_name("confine.py"))
+PROGRAMS: Mapping[SandboxName, tuple[str, ...]] = {
+    "none": (), "rlimits": ("bwrap", "prlimit", "setpriv"), "bubblewrap": ("bwrap", "prlimit", "setpriv"),
+    "docker": ("docker",),
+}  # fmt: skip
+DOOR = """
+import os, socket, sys
+channel, port, *command = sys.argv[1:]
+with socket.socket(fileno=int(channel)) as actor, socket.create_server(("127.0.0.1", int(port)), backlog=256) as server:
+    socket.send_fds(actor, [b"+"], [server.fileno()])
+os.execvp(command[0], command)
+"""
+"""Sends the actor a socket that listens on the loopback of the sandbox: the only way out of it."""
 CLIENTS = ("DOCKER_", "HOME", "HTTP", "LD_", "NO_PROXY", "PATH", "PYTHON", "TMPDIR", "http", "no_proxy")
 """Variables that docker's client, or what starts it, would take for its own begin so."""
 OWNER = "myxa.owner"
@@ -212,25 +223,35 @@ def _subreaper() -> list[str]:
 
 
 def _confined(job: Job, user: int, channel: int) -> list[str]:
-    limits = job.limits
-    told: dict[str, Any] = {
-        "user": user,
-        "folder": job.folder or str(job.scratch),
-        "gateway": [channel, job.port] if channel >= 0 else None,
-        "limits": {
-            "AS": int(limits.memory_gb * 2**30),
-            "CPU": int(limits.cpu_s + 0.999),
-            "NPROC": limits.num_processes,
-            "FSIZE": MAX_FILE_BYTES,
-            "NOFILE": MAX_FILES,
-        },
+    """The command with its limits, as that user, without a way to more rights."""
+    limits, python = job.limits, os.path.realpath(sys.executable)  # the real one needs no virtual environment
+    num_others = _num_tasks(user) if limits.num_processes else 0
+    wanted = {
+        "as": int(limits.memory_gb * 2**30),
+        "cpu": int(limits.cpu_s + 0.999),
+        "nproc": limits.num_processes + num_others,
+        "fsize": MAX_FILE_BYTES,
+        "nofile": MAX_FILES,
     }
-    return [_interpreter(), "-I", "-S", CONFINE, json.dumps(told), *job.command]
+    words = [python, "-I", "-S", "-c", DOOR, str(channel), str(job.port)] if channel >= 0 else []
+    words += [shutil.which("prlimit") or "prlimit", "--core=0"]
+    for name, value in wanted.items():
+        most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+        words += [f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"] if value else []
+    words += [shutil.which("setpriv") or "setpriv", "--no-new-privs"]
+    words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
+    return [*words, shutil.which("env") or "env", "-C", job.folder or str(job.scratch), *job.command]
 
 
-def _interpreter() -> str:
-    """The real one: it needs no folder of a virtual environment."""
-    return os.path.realpath(sys.executable)
+def _num_tasks(user: int) -> int:
+    """Of the user, which the kernel counts; in namespaces, since Linux 5.14, only those there."""
+    if not namespaces_trouble():
+        return 8
+    found = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended
+            found += sum(1 for _ in (path / "task").iterdir()) if path.stat().st_uid == user else 0
+    return found
 
 
 def _visible(job: Job) -> list[str]:
@@ -267,7 +288,7 @@ def _bubble(job: Job, user: int) -> list[str]:
     words += ["--unshare-user"] if os.getuid() else []
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
-    for path in map(Path, (*_visible(job), CONFINE, scratch)):
+    for path in map(Path, (*_visible(job), scratch)):
         for parent in (*reversed(path.parents),)[1:]:
             words += ["--dir", str(parent)]  # else root alone could pass it
         how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
@@ -375,9 +396,8 @@ REMEDIES: Mapping[SandboxName, str] = {
 @functools.cache
 def trouble_with(name: SandboxName, image: str = "") -> str:
     """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
-    program = {"rlimits": "bwrap", "bubblewrap": "bwrap", "docker": "docker"}.get(name, sys.executable)
-    if shutil.which(program) is None:
-        return f"there is no {program}"
+    if missing := [program for program in PROGRAMS[name] if shutil.which(program) is None]:
+        return f"there is no {missing[0]}"
     if name == "docker" and not image:
         return _tried(["docker", "info"])
     if name == "bubblewrap" and (trouble := namespaces_trouble()):
