@@ -84,11 +84,9 @@ def fetched(config: RunConfig, *, has_data: bool = True, say: Say = say_nothing,
     return config
 
 
-def looked_up(
-    config: RunConfig, doing: Say = say_nothing
-) -> tuple[RunConfig, tuple[HubDownload, ...], tuple[Finding, ...]]:
+def looked_up(config: RunConfig) -> tuple[RunConfig, tuple[HubDownload, ...], tuple[Finding, ...]]:
     """The same without the large files; names that cannot be had stay as they are, with a finding each."""
-    fetch = _Fetch(max_bytes=LOOK_BYTES, doing=doing)
+    fetch = _Fetch(max_bytes=LOOK_BYTES)
     return fetch.run(config), tuple(fetch.downloads), tuple(fetch.findings)
 
 

@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
-from ..actors.hub import fetched, say_nothing
+from ..actors.hub import fetched
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.daemon_thread import in_daemon_thread
@@ -57,7 +57,7 @@ from .screen import Screen
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting
-from .waiting import Waiting, say_aside
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     from .control.server import VerbContext
@@ -180,11 +180,10 @@ async def _made_ready(
     stack: contextlib.AsyncExitStack,
 ) -> _Ready:
     """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack."""
-    say = say_nothing if options.is_quiet else say_aside
-    with Waiting("checking what the run needs", say) as waiting:
+    with Waiting("checking what the run needs", is_quiet=options.is_quiet) as waiting:
         if not options.place.is_alone:
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
-        config = await in_daemon_thread(partial(fetched, config, say=say, doing=waiting.now), "hub")
+        config = await in_daemon_thread(partial(fetched, config, say=waiting.say, doing=waiting.now), "hub")
         waiting.now("checking what the run needs")
         await in_daemon_thread(partial(check_own, config, actors, options.program, 0), "checks")
         waiting.now("copying code, and making the rows of environments")

@@ -13,6 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
+from ..waiting import Waiting
 from .parser import Command, Parser, add_json_flag, at_least, positive, show
 from .processes import exports
 
@@ -36,15 +37,16 @@ def _add_plan(plan: Parser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..checks.plan import make_plan, plan_json, plan_text
+    with Waiting("looking at the run file and what it names"):
+        from ..checks.plan import make_plan, plan_json, plan_text
 
-    plan = make_plan(
-        options.file,
-        options.overrides,
-        num_nodes=options.nnodes,
-        device_gib=options.device_gib,
-        is_here=not options.elsewhere,
-    )
+        plan = make_plan(
+            options.file,
+            options.overrides,
+            num_nodes=options.nnodes,
+            device_gib=options.device_gib,
+            is_here=not options.elsewhere,
+        )
 
     def page(value: Any) -> Text | str:
         return _coloured(plan_text(plan))

@@ -15,6 +15,7 @@ from ...core.timeouts import TIMEOUTS
 from ..control import verbs
 from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import is_run_folder
+from ..waiting import Waiting
 from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
 
 if TYPE_CHECKING:
@@ -68,10 +69,12 @@ def launch_options(options: argparse.Namespace, *, program: str = "", **more: An
 
 
 def _up(options: argparse.Namespace, **place: Any) -> int:
-    from ...core.config import load_config
-    from ..launcher import launch
+    with Waiting("reading the run file", is_quiet=options.quiet):
+        from ...core.config import load_config
+        from ..launcher import launch
 
-    return launch(load_config(options.file, options.overrides), launch_options(options, **place)).exit_code
+        config = load_config(options.file, options.overrides)
+    return launch(config, launch_options(options, **place)).exit_code
 
 
 def _add_launch(parser: Parser) -> None:
@@ -178,9 +181,11 @@ def _add_init(parser: Parser) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from ..demo.run import begin_task
+    print(f"writing a task into {options.folder}", flush=True)
+    with Waiting("looking at the model" if options.model else "loading what makes a small model") as waiting:
+        from ..demo.run import begin_task
 
-    return begin_task(options.folder, options.model)
+        return begin_task(options.folder, options.model, waiting.now)
 
 
 FIRST_OF_SIGNALS = 128
@@ -255,8 +260,9 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
     place = place_of(options) if is_on_several(options) else {}
     run_dir = RunDir(named.resolve())
     with no_longer_alive(run_dir):
-        # a checkpoint that was named is verified in full before newer ones are put away for it
-        point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
+        with Waiting("checking checkpoints", is_quiet=options.quiet):
+            # one that was named is verified in full before newer ones are put away for it
+            point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
         return _resume_launch(run_dir, point, options, place)
 
 
@@ -303,9 +309,10 @@ def _fork(options: argparse.Namespace) -> int:
         raise ConfigError(
             "fork makes a directory, on one machine", remedy="--no-start, then `myxa resume DIRECTORY` on each machine"
         )
-    run_dir = fork_run(
-        options.run_dir, options.version, options.name, options.overrides, datetime.now(), _check_of(options)
-    )
+    with Waiting("checking the checkpoint and what the new run needs", is_quiet=options.quiet):
+        run_dir = fork_run(
+            options.run_dir, options.version, options.name, options.overrides, datetime.now(), _check_of(options)
+        )
     if options.no_start:
         show(
             options,
@@ -344,7 +351,9 @@ def _ckpt(options: argparse.Namespace) -> int:
     if options.is_list:
         from ..run_lineage.resume_point import checkpoints_of
 
-        show(options, checkpoints_of(options.run_path or Path(note_of(options).run_dir)), _ckpt_page)
+        with Waiting("reading checkpoints"):
+            rows = checkpoints_of(options.run_path or Path(note_of(options).run_dir))
+        show(options, rows, _ckpt_page)
         return 0
     show(options, ask(options, verbs.CKPT), lambda facts: facts["folder"])
     return 0

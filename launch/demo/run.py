@@ -29,6 +29,7 @@ from ...core.config.loading import toml_value
 from ...core.errors import ConfigError
 from ..first_failure import RunEnd
 from ..launcher import LaunchOptions, launch
+from ..waiting import Waiting
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 3, 7
@@ -127,7 +128,8 @@ def run_demo(options: DemoOptions) -> int:
 
 def warm_up(options: DemoOptions) -> RunEnd:
     """Make model and data, run the supervised stage; if it was not stopped, `<folder>/sft/export` is the warm model."""
-    prepare(options.folder, options.seed)
+    with Waiting("making model and rows", is_quiet=options.is_quiet):
+        prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
     if result.run_dir is not None and result.version == _config(options, "sft").run.num_steps:
         link = options.folder / "sft"
@@ -142,10 +144,10 @@ MADE = ("model", "train.jsonl", "heldout.jsonl")
 """What `begin_task` makes beside them."""
 
 
-def begin_task(folder: Path, model: str = "") -> int:
+def begin_task(folder: Path, model: str = "", now: Callable[[str], object] = lambda _: None) -> int:
     """Write a small task that learns at once, to be changed: reward, rows and run file. `model`: the model to train, a
-    folder or hub id; empty: the demo's warm one is made. Returns the exit status. Raises ConfigError where a file is
-    there already or the model is not."""
+    folder or hub id; empty: the demo's warm one is made. `now` gets what is done. Returns the exit status. Raises
+    ConfigError where a file is there already or the model is not."""
     if there := [name for name in (*TASK_FILES, *MADE) if (folder / name).exists()]:
         raise ConfigError(f"{folder / there[0]} is there already", remedy="name a folder without these files")
     if folder.exists() and not folder.is_dir():
@@ -156,7 +158,7 @@ def begin_task(folder: Path, model: str = "") -> int:
         raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy=remedy)
     if not model:
         made = DemoOptions(folder / "warm-up", is_quiet=True)
-        print("making a small model, for 20 s to a minute ...", flush=True)
+        now("making a small model: it learns to answer, for 20 s to a minute")
         with redirect_stdout(io.StringIO()) as said:  # it names files that are removed below
             code = warm_up(made).exit_code
         if code or not (made.folder / "sft").exists():

@@ -83,7 +83,7 @@ class _Follower:
     async def enlist(self) -> EnlistReply:
         """What node 0 says. Raises LaunchError, CallError."""
         news_s = time.monotonic()
-        with Waiting("asking node 0", _say) as waiting:
+        with Waiting("asking node 0") as waiting:
             while True:
                 reply = await self._answer(lambda: self._supervisor.enlist(self._facts))
                 if reply.node >= 0:
@@ -96,7 +96,7 @@ class _Follower:
 
     async def take_part(self, runtime: Path, told: EnlistReply) -> RunEnd:
         options, place = replace(self._options, program=told.program), self._place
-        with Waiting("reading the run file of node 0", _say) as waiting:
+        with Waiting("reading the run file of node 0") as waiting:
             work = asyncio.get_running_loop().create_task(self._made_ready(runtime, told, waiting))
             try:
                 while not (await asyncio.wait({work}, timeout=ASK_AGAIN_S))[0]:
@@ -125,7 +125,7 @@ class _Follower:
             path = runtime / "run.toml"
             path.write_text(told.config, encoding="utf-8")
             has_data = any(actor.role == "buffer" and actor.node == self._place.rank for actor in told.actors)
-            fetch = partial(fetched, load_config(path), has_data=has_data, say=_say, doing=waiting.now)
+            fetch = partial(fetched, load_config(path), has_data=has_data, say=waiting.say, doing=waiting.now)
             config = await in_daemon_thread(fetch, "hub")
             waiting.now("checking what its actors need")
             check = partial(check_own, config, told.actors, told.program, self._place.rank)

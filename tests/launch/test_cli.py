@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from myxa import __version__
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.launch import worker
 from myxa.launch.cli import main
+from myxa.launch.waiting import Waiting
 
 
 @pytest.mark.parametrize(
@@ -152,3 +154,15 @@ def test_where_torch_is_missing_the_command_that_installs_it_is_named(tmp_path: 
     said = done.stdout + done.stderr
     assert 'has no module "torch"' in said and "pip install 'myxa[cpu]'" in said and "Traceback" not in said
     assert not (tmp_path / "my-task" / "run.toml").exists()
+
+
+def test_what_lasts_is_said_within_two_seconds_apart_from_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(lasts_s: float, *, is_quiet: bool = False) -> str:
+        with Waiting("counting sheep", is_quiet=is_quiet):
+            time.sleep(lasts_s)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return err
+
+    assert "counting sheep" in said(2.0)
+    assert said(2.0, is_quiet=True) == said(0.1) == ""
