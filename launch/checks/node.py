@@ -5,7 +5,6 @@ Packages are found without importing them, SGLang's arguments in its source text
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import importlib.util
@@ -25,7 +24,7 @@ from shutil import which
 from typing import Any, NamedTuple
 
 from ... import __version__
-from ...actors.backends.megatron.verbatim import check_tables
+from ...actors.backends.megatron.verbatim import check_tables, class_fields
 from ...actors.data.data_files import needs_pyarrow
 from ...actors.engines.sglang.server_args import BACKEND_MODULES, PAIR_DEFAULTS, needed_modules, tools_path
 from ...actors.engines.sglang.wire import FACTS_ROUTE, MODEL_ROUTE, ServerAnswer, attach_fault
@@ -332,16 +331,10 @@ def _backends(
 @cache
 def server_arguments(folder: Path) -> frozenset[str]:
     """Fields of ServerArgs by its source; empty if they are not where they were in 0.5.17 or 0.5.23."""
-    classes: list[ast.ClassDef] = []
-    try:
-        for pattern, name in SOURCES.items():
-            trees = [ast.parse(path.read_bytes()) for path in folder.glob(pattern)]
-            found = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-            classes += [node for node in found if name in ("", node.name)]
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    fields = [node.target for found in classes for node in found.body if isinstance(node, ast.AnnAssign)]
-    return frozenset(one.id for one in fields if isinstance(one, ast.Name) and not one.id.startswith("_"))
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        found = [class_fields(path, name) for pattern, name in SOURCES.items() for path in folder.glob(pattern)]
+        return frozenset(name for names in found for name in names if not name.startswith("_"))
+    return frozenset()
 
 
 ANSWER_S = 2.0

@@ -8,7 +8,8 @@ reports a mistake within milliseconds. A trainer rank checks once more, against 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,22 +81,15 @@ def check_tables(tables: Mapping[str, Mapping[str, Any]], core: Path) -> None:
 
 def field_names(core: Path, table: str) -> frozenset[str]:
     """Fields of a table's dataclass by its source; empty if it is not where it is expected."""
-    names: set[str] = set()
-    for file, record in SOURCES[table]:
-        try:
-            tree = ast.parse((core / file).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            return frozenset()
-        found = set(_fields(tree, record))
-        if not found:
-            return frozenset()
-        names |= found
-    return frozenset(names)
+    with suppress(OSError, SyntaxError, ValueError):
+        found = [class_fields(core / file, record) for file, record in SOURCES[table]]
+        return frozenset[str]().union(*found) if all(found) else frozenset()
+    return frozenset()
 
 
-def _fields(tree: ast.Module, record: str) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == record:
-            for part in node.body:
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    yield part.target.id
+def class_fields(file: Path, name: str = "") -> set[str]:
+    """Fields of a dataclass (without a name: of all classes) by a file's source. Raises OSError, SyntaxError,
+    ValueError."""
+    classes = [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)]
+    fields = (part for one in classes if name in ("", one.name) for part in one.body if isinstance(part, ast.AnnAssign))
+    return {part.target.id for part in fields if isinstance(part.target, ast.Name)}
