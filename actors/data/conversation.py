@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,6 +28,10 @@ SPEAKERS = {
     "function_response": "tool",
 }
 """Of ShareGPT's form, with their roles."""
+ROLES = (*SPEAKERS, "developer", "function")
+WRAPPERS = ("messages", "conversations", "conversation", "prompt")
+TOLD = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
+"""In messages as Python shows them, and in JSON that is broken."""
 
 
 def parse_messages(value: object, key: str) -> tuple[Message, ...]:
@@ -48,17 +53,36 @@ def parse_messages(value: object, key: str) -> tuple[Message, ...]:
     )
 
 
-def parse_json_messages(value: object) -> object:
-    """The list that a text holds, if it is a JSON array of messages; anything else as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+def parse_json_messages(value: object, key: str) -> object:
+    """The list that a text holds, if it is a JSON array of messages; anything else as it is. Raises RowError for a text
+    that means messages in another form: they would be read as the words of one message."""
+    if not isinstance(value, str) or value.lstrip("\ufeff \t\r\n")[:1] not in ("[", "{", '"'):
         return value
+    text = value.strip("\ufeff \t\r\n")
     try:
-        found: object = orjson.loads(value)
+        found: object = orjson.loads(text)
     except ValueError:
-        return value
-    messages = cast("list[object]", found)
-    are_messages = bool(messages) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in messages)
-    return exact_json(value) if are_messages else value
+        is_other = text[-1] in "]}" and text[0] != '"' and TOLD.search(text) is not None
+    else:
+        if _are_messages(found):
+            return exact_json(text)
+        table = cast("Columns", found) if isinstance(found, dict) else {}
+        is_other = any(map(_are_messages, ([table], *(table.get(name) for name in WRAPPERS))))
+        is_other = is_other or (isinstance(found, str) and parse_json_messages(found, key) is not found)
+    if is_other:
+        raise RowError(
+            f'column "{key}" holds a text that means messages, and is no JSON array of them',
+            "store the list itself, or the text that `json.dumps` makes of it",
+        )
+    return value
+
+
+def _are_messages(value: object) -> bool:
+    """Whether it is a list of nothing else."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    tables = [cast("Columns", one) for one in items if isinstance(one, dict)]
+    known = [one for one in tables if one.get("role", one.get("from")) in ROLES or {"role", "content"} <= one.keys()]
+    return bool(items) and len(known) == len(items)
 
 
 def check_unified(value: object, key: str, *, is_tools: bool) -> None:

@@ -61,8 +61,10 @@ class RowRewards:
 
 
 SHOWN_COLUMNS = 12
-MEDIA_COLUMNS = ("images", "videos", "audios")
-"""Of verl; the model would read their place holders as text."""
+MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
+"""The model would read their place holders as text. The last ones may be a text that is the name of something else."""
+ARGUMENT_COLUMNS = ("chat_template_kwargs", "enable_thinking")
+"""Of TRL and verl: arguments of the chat template for one row."""
 NOT_ASKED = ("assistant", "system", "developer")
 """Roles that ask nothing."""
 CONVERSATIONS = "conversations"
@@ -119,7 +121,7 @@ class RowLayout:
         """Whether the reward of each row compares with its label."""
         self._is_chat = settings.preset == "chat"
         self._is_pairs = settings.preset == "pairs"
-        self._system = settings.system
+        self._system, self._arguments = settings.system, settings.chat_template_kwargs
         self._needs_demonstration = needs_demonstration
         self._learns_last = settings.learn == "last"
         self._source = SOURCE_COLUMNS.get(settings.preset, "")
@@ -143,7 +145,8 @@ class RowLayout:
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
         keys += (self._margin.key, *(column.key for column in self._pair.values()))
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
-        return (*(name for key in keys if key for name in (key, key.partition(".")[0])), *MEDIA_COLUMNS)
+        named = (name for key in keys if key for name in (key, key.partition(".")[0]))
+        return (*named, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *(("system",) if self._or_prompt else ()))
 
     def is_of_tools(self, name: str) -> bool:
         """Whether tools are in that top-level column."""
@@ -161,15 +164,11 @@ class RowLayout:
         """What a row means; its place in the data is 0. Raises RowError."""
         if self.is_recorded:
             return cast("Prompt", columns["prompt"])
-        for name in MEDIA_COLUMNS:
-            if columns.get(name):
-                raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
         metadata = self._metadata_of(columns)
         if self._is_pairs:
             columns, metadata = self._take_pair(columns, metadata)
-        prompt = _value(columns, self._column_of_prompt(columns))
-        if not self._is_plain:
-            prompt = parse_json_messages(prompt)
+        column = self._column_of_prompt(columns)
+        prompt = self._said(columns, column)
         if self._is_plain and not isinstance(prompt, str):
             raise RowError(
                 f'column "{self._prompt.key}" holds {type(prompt).__name__}, not the text that '
@@ -177,9 +176,12 @@ class RowLayout:
                 "write the whole prompt as a text, or have the chat template write the messages",
             )
         messages = parse_messages(prompt, self._prompt.key)
+        self._check_others(columns, messages)
         messages = self._take_demonstration(columns, messages, metadata)
-        if self._system and messages[0].role != "system":
-            messages = (Message(role="system", content=self._system), *messages)
+        own = columns.get("system") if column is self._or_prompt else None  # of ShareGPT's rows
+        system = own if isinstance(own, str) and own else self._system
+        if system and messages[0].role != "system":
+            messages = (Message(role="system", content=system), *messages)
         tools = parse_tools(_value(columns, self._tools), self._tools.key)
         label = self._label_of(columns)
         if self._rewards is not None:
@@ -187,6 +189,27 @@ class RowLayout:
         return Prompt(
             group_id=0, row=0, pass_index=0, messages=messages, tools=tools, label=label or "", metadata=metadata
         )
+
+    def _said(self, columns: Columns, column: Column) -> Any:
+        """A text, or a conversation, which may be JSON in a text. Raises RowError."""
+        value = _value(columns, column)
+        return value if self._is_plain else parse_json_messages(value, column.key)
+
+    def _check_others(self, columns: Columns, messages: tuple[Message, ...]) -> None:
+        """Refuse what would be left out of the row without a word. Raises RowError."""
+        for name in MEDIA_COLUMNS:
+            value, holder = columns.get(name), f"<{name}>"
+            is_name = isinstance(value, str) and not name.endswith("s")
+            if value and not (is_name and all(holder not in one.content for one in messages)):
+                raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
+        for name in () if self._is_plain else ARGUMENT_COLUMNS:
+            value = columns.get(name)
+            table = cast("Columns", value) if isinstance(value, dict) else {name: value}
+            if any(one is not None and self._arguments.get(key) != one for key, one in table.items()):
+                raise RowError(
+                    f'column "{name}" says {table!r:.80}, and the run file says otherwise or nothing',
+                    "set data.chat_template_kwargs for all rows, or leave the column out",
+                )
 
     def _column_of_prompt(self, columns: Columns) -> Column:
         other = self._or_prompt
@@ -229,7 +252,11 @@ class RowLayout:
         self, columns: Columns, messages: tuple[Message, ...], metadata: dict[str, Any]
     ) -> tuple[Message, ...]:
         """Put the answer to be learnt into the metadata; what is left is the prompt."""
-        answer = _value(columns, self._answer)
+        answer = self._said(columns, self._answer)
+        if (taken := next((key for key in (DEMONSTRATION, DEMONSTRATION_TURNS) if key in metadata), "")) and (
+            answer is not None or self._is_chat
+        ):
+            raise RowError(f'"{taken}" in the metadata is the name of what is to be learnt', "rename it")
         if isinstance(answer, str):
             metadata[DEMONSTRATION] = answer
         elif answer is not None:
@@ -268,7 +295,7 @@ class RowLayout:
         what both have in common at their beginning. Raises RowError."""
         given = _value(columns, self._prompt)
         names = [column.key for column in self._pair.values()]
-        answers: list[Any] = [_value(columns, column) for column in self._pair.values()]
+        answers: list[Any] = [self._said(columns, column) for column in self._pair.values()]
         for name, answer in zip(names, answers, strict=True):
             if not isinstance(answer, (str, list)) or not answer:
                 held = "nothing" if answer in ("", []) else type(cast(object, answer)).__name__
@@ -342,6 +369,8 @@ def _value(columns: Columns, column: Column) -> Any:
     path = [column.key] if column.key in columns else column.key.split(".")
     for depth, part in enumerate(path):
         table = cast("Columns", level) if isinstance(level, dict) else {}
+        if isinstance(level, str) and column.is_required:
+            raise RowError(f'"{".".join(path[:depth])}" is a text, not an object', "store the object, or name the text")
         if part not in table:
             if column.is_required:
                 raise _missing(column, ".".join(path[:depth]), table, part)

@@ -95,6 +95,17 @@ CASES: dict[str, Case] = {
     "sharegpt": ({"id": "x", "conversations": TALK}, {**data(preset="chat"), **SFT}, BRIEF, "", {"demonstration": "4"}),
     "sharegpt as text": ({"conversations": json.dumps(TALK)}, {**data(preset="chat"), **SFT}, BRIEF, "",
                          {"demonstration": "4"}),
+    "sharegpt, system apart": ({"system": "be brief", "conversations": TALK[1:]}, {**data(preset="chat", system="other"), **SFT},
+                               BRIEF, "", {"demonstration": "4"}),
+    "chat with a byte order mark": ({"prompt": "\ufeff" + json.dumps(of("user 2+2?")), "label": "4"}, {}, ASK, "4", {}),
+    "answer of turns as text": ({"prompt": of("user 2+2?"), "completion": json.dumps(TURNS)},
+                                {**data(answer_key="completion"), **SFT}, ASK, "", {"demonstration_turns": TURNS}),
+    "answer that is JSON": ({"prompt": "2+2?", "completion": '[{"role": "nurse", "age": 4}]'},
+                            {**data(answer_key="completion"), **SFT}, ASK, "",
+                            {"demonstration": '[{"role": "nurse", "age": 4}]'}),
+    "image of a sandbox": ({"prompt": "2+2?", "label": "4", "image": "python:3.11", "enable_thinking": None}, {}, ASK, "4", {}),
+    "arguments of all": ({"prompt": "2+2?", "label": "4", "chat_template_kwargs": {"enable_thinking": False}},
+                         data(chat_template_kwargs={"enable_thinking": False}), ASK, "4", {}),
     "sharegpt, named": ({"talk": TALK}, {**data(preset="chat", messages_key="talk"), **SFT}, BRIEF, "",
                         {"demonstration": "4"}),
     "sharegpt prompt": ({"prompt": TALK[:2], "label": "4"}, {}, BRIEF, "4", {}),
@@ -110,7 +121,7 @@ CASES: dict[str, Case] = {
                      {}, ASK, "4", {"level": None, "parts": [None, {"a": None}], "d": [[[1]]]}),
     "chat as text": ({"prompt": json.dumps(of("system be brief", "user 2+2?")), "label": "4"}, {}, BRIEF, "4", {}),
     **{f"text {text}": ({"prompt": text, "label": "4"}, {}, [("user", text)], "4", {})
-       for text in ("[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]",
+       for text in ('[{"role": "user", "content": "hi"}] Who asks?', '{"role": 1}', "[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]",
                     "\U0001f600 e\u0301 \u200b \u0000 \u2028 x")},
     "plain text": ({"prompt": "Q: 2?\nA:", "tools": [TOOL]}, {**data(apply_chat_template=False), **FORMAT},
                    [("user", "Q: 2?\nA:")], "", {}),
@@ -177,7 +188,20 @@ def labelled(value: str) -> str:
 
 NULLS = {"function": {"name": "f", "arguments": {"city": None}}, "type": "function"}
 FUNCTION = [{"from": "human", "value": "?"}, {"from": "function_call", "value": "{}"}]
+HI = of("user hi")
+BROKEN = (str(HI), str(HI[0]), json.dumps(HI[0]), json.dumps({"messages": HI}), json.dumps(json.dumps(HI)),
+          json.dumps(HI)[:-1] + ",]", json.dumps(HI).replace('"hi"', "NaN"), json.dumps(HI).replace("hi", r"\ud83d"))  # fmt: skip
+"""Conversations in a text that is no JSON array of messages."""
 REFUSED: list[tuple[Row, dict[str, Any], str]] = [
+    *(({"prompt": text, "label": "4"}, {}, '"prompt" holds a text that means messages') for text in BROKEN),
+    ({"prompt": "?", "answer": str(TURNS)}, {**data(answer_key="answer"), **SFT}, '"answer" holds a text that means messages'),
+    *(({"prompt": f"<{name}>?", "label": "3", name: f"a.{name}"}, {}, f'"{name}" is not empty') for name in ("image", "video", "audio")),
+    ({"prompt": "?", "label": "3", "chat_template_kwargs": {"enable_thinking": False}}, {}, '"chat_template_kwargs" says'),
+    ({"messages": of("user ?", "assistant 3"), "enable_thinking": True},
+     {**data(preset="chat", chat_template_kwargs={"enable_thinking": False}), **SFT}, '"enable_thinking" says'),
+    ({"prompt": "?", "answer": "4", "metadata": {"demonstration_turns": of("assistant 5")}}, {**data(answer_key="answer"), **SFT},
+     '"demonstration_turns" in the metadata'),
+    ({"prompt": "?", "reward_model": '{"ground_truth": "4"}'}, data(preset="verl"), '"reward_model" is a text'),
     ({"conversations": FUNCTION}, {**data(preset="chat"), **SFT}, "'function_call'"),
     ({"prompt": "2+2?"}, {**data(answer_key="completion"), **SFT}, '"completion" is missing'),
     (GSM, {}, '"prompt" is missing; the row has answer, question'),
@@ -201,7 +225,7 @@ REFUSED_PARQUET: list[tuple[Row, dict[str, Any], str]] = [
     *(({"prompt": "?", "label": "x", "metadata": {"m": value}}, {}, '"metadata" holds')
       for value in (float("nan"), float("inf"), b"\x00")),
     *(({"prompt": "<image>?", "label": "3", column: [{"bytes": b"PNG", "path": None}]}, data(preset=preset),
-       f'"{column}" is not empty') for column in ("images", "videos", "audios") for preset in ("slime", "plain")),
+       f'"{column}" is not empty') for column in ("images", "videos", "audios", "image") for preset in ("slime", "plain")),
     ({"prompt": [*of("user go"), {"role": "assistant", "content": "", "tool_calls": [NULLS]}, *of("user on")], "label": "x"},
      {}, 'tool calls in column "prompt" hold null'),
     ({"prompt": "?", "label": "x", "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": None, "b": 1}}}]},
