@@ -44,6 +44,8 @@ FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"\x93NUMPY", "a numpy file", "write it as JSONL"),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
+UNREAD = (".csv", ".tsv", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".part")
+SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5}).*)")
 SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 
 
@@ -113,17 +115,26 @@ def _of_pattern(pattern: str, key: str) -> tuple[str, ...]:
 
 def _of_folder(path: str, key: str) -> tuple[str, ...]:
     folder = Path(path)
-    if _is_selection(folder / "state.json"):
-        raise DataError(
-            f"{folder}: the saved dataset is a selection of rows", remedy="`flatten_indices()` before `save_to_disk`"
-        )
     names = sorted(one.name for one in folder.iterdir() if not one.name.startswith((".", "_")))
-    data = [name for name in names if _suffix(name) and name not in NO_DATA]
+    saved = _saved(folder)
+    data = saved or [name for name in names if _suffix(name) and name not in NO_DATA]
     if not data:
         holds = f"holds {', '.join(names[:SHOWN_NAMES])}" if names else "is empty"
         raise ConfigError(
             f"{key}: {path} is a folder without data files; it {holds}",
             remedy="name a file, or a folder or pattern (`folder/*.jsonl`) of them",
+        )
+    shards = {(found[1], found[3], int(found[4])) for name in data if (found := SHARD.fullmatch(name)) is not None}
+    wanted = {*saved, *(f"{head}{number:05}{tail}" for head, tail, total in shards for number in range(total))}
+    if lacks := sorted(wanted - set(names)):
+        raise DataError(
+            f"{folder}: {lacks[0]} is missing, by the names of the others or state.json",
+            remedy="copy the folder again, or say by a pattern which files are meant",
+        )
+    if not saved and (left_out := [name for name in names if _is_left_out(folder / name)]):
+        raise ConfigError(
+            f"{key}: the folder {path} holds {left_out[0]}, which would not be read",
+            remedy="say by a pattern which files are meant, for example folder/*.jsonl or folder/**/*.jsonl",
         )
     splits = sorted({found[1].lower() for name in data if (found := SPLIT.search(name)) is not None})
     for what, found in (("formats", sorted({_suffix(name) for name in data})), ("splits", splits)):
@@ -135,16 +146,29 @@ def _of_folder(path: str, key: str) -> tuple[str, ...]:
     return tuple(str(folder / name) for name in data)
 
 
-def _is_selection(state: Path) -> bool:
-    """Whether `datasets` saved which rows are meant beside the rows."""
+def _saved(folder: Path) -> list[str]:
+    """The files of a dataset that `datasets` saved there; others beside them are its caches. Raises DataError."""
     try:
-        return bool(orjson.loads(state.read_bytes())["_indices_data_files"])
+        state = orjson.loads((folder / "state.json").read_bytes())
+        names = [str(one["filename"]) for one in state["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError):
-        return False
+        return []
+    if state.get("_indices_data_files"):  # which rows are meant
+        raise DataError(
+            f"{folder}: the saved dataset is a selection of rows", remedy="`flatten_indices()` before `save_to_disk`"
+        )
+    return names
+
+
+def _is_left_out(path: Path) -> bool:
+    """Whether rows may be in it that a folder's own files are not."""
+    is_folder = path.is_dir() and any(_suffix(one.name) for one in path.iterdir())
+    return is_folder or path.name.lower().endswith(UNREAD)
 
 
 def _suffix(name: str) -> str:
     """Of a data file, with that of its packing; empty for another file."""
+    name = name.lower()
     packing = next((one for one in PACKED if name.endswith(one)), "")
     plain = next((one for one in SUFFIXES if name.removesuffix(packing).endswith(one)), "")
     return plain + packing if plain else ""
@@ -152,7 +176,7 @@ def _suffix(name: str) -> str:
 
 def _kind(path: str, key: str) -> Kind | str:
     """The format of a file, by its first bytes: a Kind, "json" or "ledger". Raises as `check_data_files`."""
-    if path.endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
+    if path.lower().endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
         raise DataError(
             f"{path}: is CSV, whose values have no types and no nesting",
             remedy="write it as JSONL; with pandas: `pd.read_csv(...).to_json(..., orient='records', lines=True)`",

@@ -228,6 +228,33 @@ def test_g_folders_that_do_not_say_what_is_meant(tmp_path: Path) -> None:
     assert len(opened(folder / "train[1].jsonl")) == 1
 
 
+@pytest.mark.parametrize("name", ["more.csv", "b.JSONL.bz2", "b.jsonl.part", "more/b.jsonl", "a-00001-of-00003.jsonl"])
+def test_a2_a_folder_of_which_some_rows_would_be_left_out_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "data"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / "a-00000-of-00003.jsonl" if "-of-" in name else folder / "a.jsonl").write_bytes(lines(ROWS[:2]))
+    (folder / name).write_bytes(lines(ROWS[:1]))
+    told = refused(folder)
+    assert (name.partition("/")[0] if "-of-" not in name else "a-00002-of-00003.jsonl is missing") in told
+    assert "say by a pattern which files are meant" in told
+    assert len(opened(folder / "a*.jsonl")) in (2, 3)
+
+
+def test_a2_a_saved_dataset_is_the_files_that_it_names(tmp_path: Path) -> None:
+    """`map` of `datasets` puts its results beside them."""
+    folder = saved(tmp_path / "saved", ROWS)
+    arrow(folder / "cache-0123456789abcdef.arrow", ROWS[:7], is_stream=True)
+    assert len(opened(folder)) == 300
+    (folder / "data-00001-of-00002.arrow").unlink()
+    assert "data-00001-of-00002.arrow is missing" in refused(folder)
+
+
+def test_a2_names_in_large_letters_are_read_too(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "B.JSONL"):
+        (tmp_path / name).write_bytes(lines(ROWS[:2]))
+    assert len(opened(tmp_path)) == 4
+
+
 def test_g_saved_datasets_that_cannot_be_read(tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved", ROWS)
     state = json.loads((folder / "state.json").read_text())
