@@ -23,6 +23,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -30,6 +31,7 @@ from jinja2.visitor import NodeTransformer
 
 from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import REASONING_KEYS, Message
+from ...core.suggestion import nearest
 from .tokenizer_files import TOKENIZER_CONFIG, read_hf_tokenizer
 
 MAX_STEPS = 2_000_000
@@ -434,7 +436,7 @@ class ChatTemplate:
 
     def _check_thinking(self, messages: Sequence[Message], compiled: _Compiled) -> None:
         """Thinking that is given on its own must be looked at."""
-        given = next((key for one in messages for key in REASONING_KEYS if one.extra.get(key) is not None), None)
+        given = next((key for one in messages for key in REASONING_KEYS if one.extra.get(key) not in (None, "")), None)
         if given and not any(key in compiled.source for key in REASONING_KEYS):
             raise DataError(
                 f"a message has {given}, which the chat template of {self.place} does not write",
@@ -515,7 +517,15 @@ def load_chat_template(
             remedy=f"put the one that is meant into {root / TEMPLATE_FILE}",
         )
     place = root / (TEMPLATE_FILE if (root / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG)
-    return ChatTemplate(source, str(place), found.special_tokens_map, arguments, day=day, with_tools=with_tools)
+    template = ChatTemplate(source, str(place), found.special_tokens_map, arguments, day=day, with_tools=with_tools)
+    asked = find_undeclared_variables(TemplateSandbox(day).parse(source + with_tools)) if arguments else set[str]()
+    for name in (arguments or {}).keys() - asked:
+        if near := nearest(name, asked):
+            raise ModelError(
+                f'{place}: the chat template does not look at "{name}" of chat_template_kwargs, but at "{near}"',
+                remedy=f'did you mean "{near}"? Else leave it out',
+            )
+    return template
 
 
 class TemplateSettings(Protocol):

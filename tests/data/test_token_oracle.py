@@ -275,6 +275,27 @@ def test_f7_a_template_that_writes_the_date_needs_one_in_the_run_file() -> None:
     assert guarded.render(ask, add_generation_prompt=True).startswith("Today 1 May\n")
 
 
+def test_a1_arguments_that_a_template_does_not_look_at_are_told_by_those_that_it_does(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["hybrid"])
+    for arguments, wrong in (({"enable_thinking": False, "other": 1}, ""), ({"enable_thinkng": False}, "enable_thinkng"),
+                             ({"thinking": True}, "thinking")):  # fmt: skip
+        settings = RunConfig.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "t", "chat_template_kwargs": arguments}}
+        )
+        if not wrong:
+            load_tokenizer(tmp_path, settings.data)
+            continue
+        with pytest.raises(ModelError, match=f'does not look at "{wrong}" .* did you mean "enable_thinking"'):
+            load_tokenizer(tmp_path, settings.data)
+
+
+def test_f7_thinking_that_is_empty_is_none(tmp_path: Path) -> None:
+    rows: Rows = [ASK, {"role": "assistant", "content": "3", "reasoning_content": ""}, ASK]
+    template = ChatTemplate(CHATML, "x.jinja", {})
+    assert "assistant\n3<|im_end|>" in template.render(parse_messages(rows, "prompt"), add_generation_prompt=True)
+
+
 def test_g_text_parts_are_joined_where_a_template_takes_text(tmp_path: Path) -> None:
     plain(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
