@@ -86,7 +86,8 @@ class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: Any = None
     service_tier: Any = None
     context_management: Any = None
-    output_config: Any = None
+    cache_control: Any = None
+    output_config: dict[str, Any] | None = None
 
 
 def _text(content: str | Sequence[Block] | None, place: str) -> str:
@@ -113,6 +114,8 @@ def read_client_message(said: ClientMessage, place: str) -> Iterator[Message]:
         if block.type == "tool_result":
             yield Message(role="tool", content=_text(block.content, place), tool_call_id=block.tool_use_id)
     rest = [one for one in blocks if one.type != "tool_result"]
+    if not blocks:
+        raise RequestFault("invalid", "content is an empty list", param=place)
     if rest:
         yield Message(role=said.role, content=_text(rest, place))
 
@@ -130,6 +133,8 @@ class AnthropicMessage(Exchange):
         if choice not in ("auto", "none"):
             words = "must be auto or none: a call that is forced is none of the model's own"
             raise RequestFault("invalid", words, param="tool_choice")
+        if (body.output_config or {}).get("format"):
+            raise RequestFault("invalid", "must be left out: no grammar is applied", param="output_config.format")
         for number, tool in enumerate(body.tools or ()):
             if tool.type not in (None, "custom"):
                 words = f"a tool of type {tool.type!r} is run by its maker's servers: give one with an input_schema"

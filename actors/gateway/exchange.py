@@ -112,10 +112,11 @@ def text_of(content: object, param: str, kinds: tuple[str, ...] = ("text",)) -> 
     texts: list[str] = []
     for part in cast("list[object]", content):
         table = cast("dict[str, Any]", part) if isinstance(part, dict) else dict[str, Any]()
-        if table.get("type") not in kinds or not isinstance(table.get("text"), str):
-            kind = table.get("type", "none")
+        kind = table.get("type", "none")
+        text = table.get("refusal" if kind == "refusal" else "text")
+        if kind not in kinds or not isinstance(text, str):
             raise RequestFault("invalid", f"{param} has a part of type {kind!r}: this model reads text", param=param)
-        texts.append(table["text"])
+        texts.append(text)
     return "".join(texts)
 
 

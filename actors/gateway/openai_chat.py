@@ -23,7 +23,7 @@ from .exchange import (
     stops_of,
     text_of,
 )
-from .session import Answer, Asked, RequestFault
+from .session import HALF, Answer, Asked, RequestFault
 
 _TYPES = {"auth": "authentication_error", "busy": "server_error", "engine": "server_error"}
 _CODES = {"auth": "invalid_api_key", "too-long": "context_length_exceeded", "too-large": "request_too_large"}
@@ -59,6 +59,8 @@ class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
 
     def sampling(self, max_tokens: int | None) -> dict[str, Any]:
         """Raises RequestFault."""
@@ -95,6 +97,7 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: dict[str, Any] | None = None
+    refusal: str | None = None
 
 
 class ToolFunction(msgspec.Struct):
@@ -147,7 +150,7 @@ def read_message(said: ChatMessage, place: str) -> Message:
     thought = said.reasoning_content or said.reasoning
     return Message(
         role="system" if said.role == "developer" else said.role,
-        content=text_of(said.content, f"{place}.content", ("text", "refusal")),
+        content=text_of(said.content, f"{place}.content", ("text", "refusal")) or said.refusal or "",
         name=said.name or "",
         tool_calls=tuple(
             call_table(one.id, one.function.name, one.function.arguments) for one in said.tool_calls or ()
@@ -234,7 +237,7 @@ class ChatCompletion(Exchange):
         texts = [self.decode([one]) for one in answer.token_ids]
         return {
             "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                {"token": text, "logprob": value, "bytes": _bytes_of(text), "top_logprobs": []}
                 for text, value in zip(texts, answer.logprobs, strict=True)
             ],
             "refusal": None,
@@ -279,6 +282,10 @@ class TextCompletion(Exchange):
             raise RequestFault("invalid", "prompt must be one text", param="prompt")
         if body.echo or body.suffix or body.best_of not in (None, 1):
             raise RequestFault("invalid", "echo, suffix and best_of are not supported: leave them out", param="echo")
+        if (body.logprobs or 0) > 1:
+            raise RequestFault(
+                "invalid", "logprobs must be 0 or 1: engines tell those of drawn tokens", param="logprobs"
+            )
         limit = 16 if body.max_tokens is None else body.max_tokens
         self.asked = Asked(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
         self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
@@ -310,6 +317,11 @@ class TextCompletion(Exchange):
         none = list[Any]()
         usage = event({**self._head(), "choices": none, "usage": usage_of(answers), "myxa": facts_of(answers)})
         return (usage if self._tells_usage else "") + DONE
+
+
+def _bytes_of(text: str) -> list[int] | None:
+    """Of a token; None: it is a part of a character, which its text does not say."""
+    return None if HALF in text else list(text.encode())
 
 
 def written(arguments: dict[str, Any]) -> str:

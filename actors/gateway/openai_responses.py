@@ -89,6 +89,8 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
 
 
 def read_items(items: str | Sequence[InputItem]) -> list[Message]:

@@ -18,9 +18,9 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -241,7 +241,7 @@ class AgentSession:
         self._root = episode
         self._tokenizer = tokenizer
         self._sampling = episode.sampling
-        self._form: ToolForm = written_form(tokenizer)
+        self._form: ToolForm | None = written_form(tokenizer)
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._lines: list[_Line] = []
         self._places: dict[bytes, list[_Place]] = {}
@@ -288,10 +288,13 @@ class AgentSession:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
 
     def _written(self, asked: Asked) -> tuple[Message, ...]:
-        """The messages as the template takes them: without thoughts, if it writes none."""
-        if writes_thoughts(self._tokenizer, bool(asked.tools)):
-            return asked.messages
-        return tuple(replace(one, extra={}) for one in asked.messages)
+        """The messages as the template takes them: without thoughts, if it writes none; with calls as it wants them."""
+        messages = asked.messages
+        if not writes_thoughts(self._tokenizer, bool(asked.tools)):
+            messages = tuple(replace(one, extra={}) for one in messages)
+        if not _written_call(self._tokenizer)[1]:
+            return messages
+        return tuple(replace(one, tool_calls=tuple(map(_as_text, one.tool_calls))) for one in messages)
 
     # -- asking
 
@@ -301,6 +304,11 @@ class AgentSession:
             raise RequestFault("auth", "the session of this key has ended")
         if self.fault is not None:
             raise RequestFault("busy", f"this rollout was interrupted: {self.fault}")
+        if self._form is None and asked.tools and asked.may_call:
+            words = "the model's chat template writes tool calls in a form that is not read here"
+            raise RequestFault(
+                "invalid", f'{words}: say tool_choice = "none", and read them in the text', param="tools"
+            )
         coming = self._coming.get(asked.fingerprint)
         if coming is not None and (asked.is_retry or not (coming.is_delivered or coming.is_awaited)):
             self.counts["repeated"] += 1
@@ -399,21 +407,23 @@ class AgentSession:
     ) -> None:
         episode = line.episode
         form: ToolForm | None = self._form if asked.may_call and asked.tools else None
-        begins_inside = begins_in_thought(self._tokenizer, episode.token_ids)
+        read_text = partial(
+            read_turn, form=form, begins_inside=begins_in_thought(self._tokenizer, episode.token_ids),
+            texts=_texts(asked.tools) if form == "glm" else (),
+        )  # fmt: skip
         num_prompt = episode.num_tokens
 
         growing = GrowingText(episode, lambda ids: self.decode(self._said(ids)))
 
         def so_far() -> TurnText:
             text = without_begun(cut_at(growing.read(), params.stop)[0], params.stop)
-            return read_turn(text, form, begins_inside=begins_inside, is_whole=False)
+            return read_text(text, is_whole=False)
 
         coming.read, episode.on_tokens = so_far, coming.stir
         try:
             turn = await episode.generate(params)
             text, stop = cut_at(self._tokenizer.decode(self._said(turn.token_ids), skip_special=False), params.stop)
-            read = read_turn(text, form, begins_inside=begins_inside)
-            answer = self._answer(turn, episode.last_turn, read, num_prompt=num_prompt, stop=stop)
+            answer = self._answer(turn, episode.last_turn, read_text(text), num_prompt=num_prompt, stop=stop)
             self._keep(line, known, answer, coming)
         except asyncio.CancelledError:
             coming.ended(RequestFault("busy", "the session has ended"))
@@ -498,7 +508,10 @@ class AgentSession:
 
 
 ASKED = Message(role="user", content="?")
-CALLED: dict[str, Any] = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+PROBE = "Myxa4c17a9Probe"
+CALLED: dict[str, Any] = {
+    "type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": PROBE}},
+}  # fmt: skip
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -510,11 +523,44 @@ TOOL: dict[str, Any] = {
 
 
 @lru_cache(maxsize=8)
-def written_form(tokenizer: Tokenizer) -> ToolForm:
-    with contextlib.suppress(DataError, TemplateError):
-        turn = Message(role="assistant", content="", tool_calls=(CALLED,))
-        return form_of(tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,)))
-    return "hermes"
+def _written_call(tokenizer: Tokenizer) -> tuple[str, bool]:
+    """A conversation with a call, as the template writes it; and whether it takes arguments as a text alone, as that of
+    DeepSeek does."""
+    for called in (CALLED, _as_text(CALLED)):
+        turn = Message(role="assistant", content="", tool_calls=(called,))
+        with contextlib.suppress(DataError, TemplateError):
+            text = tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,))
+            return text, called is not CALLED
+    return "", False
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are JSON in a text."""
+    function = call["function"]
+    arguments: object = function["arguments"]
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def written_form(tokenizer: Tokenizer) -> ToolForm | None:
+    """None: the template writes calls in a form that is not read here. Hermes' where it writes none."""
+    written, _ = _written_call(tokenizer)
+    form = form_of(written)
+    is_read = form != "hermes" or PROBE not in written or bool(read_turn(written, form).calls)
+    return form if is_read else None
+
+
+def _texts(tools: Sequence[dict[str, Any]]) -> frozenset[tuple[str, str]]:
+    """Functions and their parameters that are texts, by their schemas."""
+    functions = [_table(tool.get("function")) for tool in tools]
+    known = [(one.get("name", ""), _table(_table(one.get("parameters")).get("properties"))) for one in functions]
+    return frozenset(
+        (name, key) for name, keys in known for key, of in keys.items() if _table(of).get("type") == "string"
+    )
+
+
+def _table(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 @lru_cache(maxsize=8)

@@ -14,8 +14,9 @@ call that does not parse stays in the words, as the model wrote it, and the turn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -61,12 +62,13 @@ def _json_call(text: str) -> ToolCall:
 _GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _glm_call(text: str) -> ToolCall:
+def _glm_call(text: str, texts: Collection[tuple[str, str]] = ()) -> ToolCall:
     name, _, rest = text.strip().partition("<arg_key>")
     pairs = _GLM_PAIR.findall("<arg_key>" + rest if rest else "")
     if not name.strip() or "<" in name or _GLM_PAIR.sub("", "<arg_key>" + rest if rest else "").strip():
         raise ValueError("a call is a name and pairs of <arg_key> and <arg_value>")
-    return ToolCall(name.strip(), {key.strip(): _value(value) for key, value in pairs})
+    name = name.strip()
+    return ToolCall(name, {k.strip(): v if (name, k.strip()) in texts else _value(v) for k, v in pairs})
 
 
 def _value(text: str) -> Any:
@@ -98,6 +100,8 @@ class _Form:
 
 
 _LLAMA_TAG = "<|python_tag|>"
+_LLAMA_CALL = re.compile(r'\s*\{\s*"(?:name"|type"\s*:\s*"function").*"(?:parameters|arguments)"\s*:', re.DOTALL)
+"""Another turn that is JSON is an answer."""
 _LLAMA_BETWEEN = re.compile(r';\s*(?=\{\s*"\w)')
 """Never inside of a text: its quotes are escaped, and behind its end is no letter."""
 _FORMS: Mapping[ToolForm, _Form] = {
@@ -118,19 +122,29 @@ def form_of(written: str) -> ToolForm:
         return "deepseek"
     if "<arg_key>" in written:
         return "glm"
-    if "<tool_call>" not in written and (_LLAMA_TAG in written or '"parameters":' in written):
+    if "<tool_call>" not in written and (
+        _LLAMA_TAG in written or re.search(r'"parameters":\s*\{(?!\s*"type")', written)
+    ):
         return "llama"
     return "hermes"
 
 
-def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, is_whole: bool = True) -> TurnText:
+def read_turn(
+    text: str,
+    form: ToolForm | None,
+    *,
+    begins_inside: bool = False,
+    is_whole: bool = True,
+    texts: Collection[tuple[str, str]] = (),
+) -> TurnText:
     """`text`: without the token that ends the turn. `form` None: no tool may be called. `begins_inside`: of a thought.
-    `is_whole`: False while more comes; then an end that may begin a mark is held back."""
+    `is_whole`: False while more comes; then an end that may begin a mark is held back. `texts`: functions and their
+    parameters that are texts, for forms that write a text without quotes."""
     reasoning, said = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
         return TurnText(reasoning, said if is_whole else without_begun(said, (THOUGHT_BEGINS,)))
     how = _FORMS[form]
-    if form == "llama" and said.lstrip().startswith("{"):
+    if form == "llama" and (_LLAMA_CALL.match(said) if is_whole else said.lstrip().startswith("{")):
         said = f"{_LLAMA_TAG}{said.lstrip()}"
     marks = (how.begins, *how.wrapping[:1])
     places = [at for mark in marks if (at := said.find(mark)) >= 0]
@@ -139,11 +153,12 @@ def read_turn(text: str, form: ToolForm | None, *, begins_inside: bool = False, 
         return TurnText(reasoning, words)
     if not places:
         return TurnText(reasoning, said)
-    calls: list[ToolCall] = []
+    calls, read = list[ToolCall](), partial(_glm_call, texts=texts) if form == "glm" else how.call
 
     def taken(block: re.Match[str]) -> str:
+        nonlocal calls
         try:
-            calls.extend(how.call(one) for one in (_LLAMA_BETWEEN.split(block[1]) if form == "llama" else (block[1],)))
+            calls = [*calls, *map(read, _LLAMA_BETWEEN.split(block[1]) if form == "llama" else (block[1],))]
         except (ValueError, msgspec.MsgspecError):
             return block[0]
         return ""

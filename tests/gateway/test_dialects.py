@@ -32,6 +32,8 @@ def reply(prompt: str) -> str:
     last = ("<|im_start|>" * 2 + prompt).rsplit("<|im_start|>", 2)[-2]
     if "<tool_response>" in last:
         return TOLD
+    if "emoji" in last:
+        return "ok \U0001f600"
     return f"Let me look.\n{CALL}" if "weather?" in last else "<think>\nhm\n</think>\n\nHello there."
 
 
@@ -104,6 +106,46 @@ async def test_openai_several_choices(door: Door) -> None:
     assert door.num_samples() == 5
 
 
+async def test_bytes_of_a_token_that_is_part_of_a_character_are_not_told(door: Door) -> None:
+    asks: Any = [{"role": "user", "content": "emoji"}]
+    choice = (await door.openai.chat.completions.create(model="any", messages=asks, logprobs=True)).choices[0]
+    assert choice.message.content == "ok \U0001f600" and choice.logprobs is not None
+    told = [one.bytes for one in choice.logprobs.content or ()]
+    assert told[:3] == [[111], [107], [32]] and told[3:7] == [None] * 4
+
+
+async def test_a_refusal_in_a_history_is_what_was_said(door: Door) -> None:
+    part: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]}
+    field: Any = {"role": "assistant", "content": None, "refusal": "never"}
+    for number, said in enumerate((part, field)):
+        await door.openai.chat.completions.create(model="any", messages=[*HELLO, said, *HELLO])
+        assert "assistant\nnever<|im_end|>" in door.says.tokenizer.decode(door.says.prompts[number], skip_special=False)
+    items: Any = [{"role": "user", "content": "a"}, {"type": "message", **part}, {"role": "user", "content": "b"}]
+    await door.openai.responses.create(model="any", input=items)
+    assert "assistant\nnever<|im_end|>" in door.says.tokenizer.decode(door.says.prompts[2], skip_special=False)
+
+
+CLAUDE_WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, r"output_config\.format: must be left out"),
+    ({"messages": [*HELLO, {"role": "user", "content": []}]}, r"messages\.1: content is an empty list"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), CLAUDE_WRONG)
+async def test_what_anthropics_clients_ask_for_in_vain_is_refused(door: Door, more: dict[str, Any], words: str) -> None:
+    body = {"model": "any", "max_tokens": 5, "messages": HELLO, **more}
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        await door.anthropic.post("/v1/messages", cast_to=object, body=body)
+    body = {
+        "model": "any",
+        "max_tokens": 5,
+        "messages": HELLO,
+        "output_config": {"effort": "low"},
+        "cache_control": None,
+    }
+    await door.anthropic.post("/v1/messages", cast_to=object, body=body)
+
+
 def test_a_line_separator_in_a_text_ends_no_line_of_a_stream() -> None:
     """httpx, and with it LiteLLM, splits lines as `str.splitlines` does."""
     said = {"text": "a\u2028b\u2029c\x85d\ne"}
@@ -114,6 +156,8 @@ def test_a_line_separator_in_a_text_ends_no_line_of_a_stream() -> None:
 async def test_openai_completions(door: Door) -> None:
     whole = await door.openai.completions.create(model="any", prompt="once", max_tokens=100)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("Hello there.", "stop")
+    with pytest.raises(openai.BadRequestError, match="logprobs must be 0 or 1"):
+        await door.openai.completions.create(model="any", prompt="once", logprobs=5)
     stream = await door.openai.completions.create(model="any", prompt="once", max_tokens=5, stream=True)
     assert [one.choices[0].finish_reason async for one in stream][-1] == "length"
 

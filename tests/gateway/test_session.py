@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.gateway.scripted import CALL, Says, session_of
-from tests.workflows.chat_models import GLM4, LLAMA3, QWEN2_5, QWEN3, ChatModel
+from tests.workflows.chat_models import (
+    GLM4,
+    LLAMA3,
+    MISTRAL,
+    QWEN2_5,
+    QWEN3,
+    TEMPLATES,
+    ChatModel,
+    tokenizer_of,
+)  # fmt: skip
 
 from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault
+from myxa.actors.models.chat_template import ChatTemplate
+from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.core.errors import MyxaError, RequestRefused, UserCodeError
 from myxa.core.messages import SamplingParams
 from myxa.core.samples import Message, Sample
@@ -198,6 +210,52 @@ async def test_tools_called_and_answered() -> None:
     second = await told(session, *USER, first.message(), reply, tools=(tool,))
     assert second.text.content == "cold"
     assert len(session.samples()) == 1
+
+
+class TextArguments(ChatModel):
+    """DeepSeek's templates put a call's arguments behind its name, which fails for a table."""
+
+    def tokenizer(self, **arguments: Any) -> FolderTokenizer:
+        source = (TEMPLATES / "deepseek.jinja").read_text().replace("arguments | tojson", "arguments + ''")
+        return tokenizer_of(ChatTemplate(source, "deepseek", {}), self.marks, self.ends)
+
+
+DEEPSEEK = TextArguments("deepseek", ("<｜User｜>", "<｜end▁of▁sentence｜>"), ("<｜end▁of▁sentence｜>",), ("tool",), {})
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+}
+
+
+async def test_calls_of_a_template_that_takes_arguments_as_a_text() -> None:
+    call = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"q": "7"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    says = Says(DEEPSEEK, lambda prompt: "cold" if "tool▁output" in prompt else call)
+    session = session_of(says).session
+    first = await told(session, *USER, tools=(TOOL,))
+    assert [(one.name, one.arguments) for one in first.text.calls] == [("find", {"q": "7"})]
+    reply = Message(role="tool", content="7", tool_call_id=first.call_ids[0])
+    second = await told(session, *USER, first.message(), reply, tools=(TOOL,))
+    assert second.text.content == "cold" and session.counts["continued"] == 1
+    await told(session, user("another"), first.message(), reply, tools=(TOOL,))
+    assert 'find\n```json\n{"q":"7"}\n```' in says.tokenizer.decode(says.prompts[2], skip_special=False)
+
+
+async def test_calls_in_a_form_that_is_not_read_are_refused_and_no_words() -> None:
+    session = session_of(Says(MISTRAL, lambda prompt: "[TOOL_CALLS] [...]")).session
+    with pytest.raises(RequestFault, match='a form that is not read here: say tool_choice = "none"') as caught:
+        await told(session, *USER, tools=(TOOL,))
+    assert caught.value.param == "tools"
+    answer = await told(session, *USER, tools=(TOOL,), may_call=False)
+    assert answer.text.content.startswith("[TOOL_CALLS]")
+
+
+@pytest.mark.parametrize(("kind", "value"), [("string", "12"), ("integer", 12)])
+async def test_arguments_without_quotes_are_what_the_schema_says(kind: str, value: object) -> None:
+    text = "<tool_call>find\n<arg_key>q</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
+    says = Says(replace(GLM4, name="glm4_5"), lambda prompt: text)
+    tool = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"q": {"type": kind}}}}}
+    answer = await told(session_of(says).session, *USER, tools=(tool,))
+    assert [one.arguments for one in answer.text.calls] == [{"q": value}]
 
 
 async def test_another_temperature_is_another_sample() -> None:

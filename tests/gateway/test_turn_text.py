@@ -31,6 +31,11 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("llama", '{"name": "run", "parameters": {"code": "a = 1; {"}};{"name": "run", "parameters": {"code": "; {\\"a"}}',
      TurnText(calls=(ToolCall("run", {"code": "a = 1; {"}), ToolCall("run", {"code": '; {"a'})))),
     ("llama", "plain words", TurnText(content="plain words")),
+    *(("llama", text, TurnText(content=text)) for text in ('{"answer": 5}', '{"name": "Bob", "age": 3}', '{"name": "a"', "{", '{"a": {"parameters": 1}}')),
+    ("llama", '{"name": "find", "parameters": {"q"', TurnText(content='{"name": "find", "parameters": {"q"', is_malformed=True)),
+    ("llama", f'{LLAMA}; {{"name": "b", "parameters": 3}}',
+     TurnText(content=f'{LLAMA}; {{"name": "b", "parameters": 3}}', is_malformed=True)),
+    ("llama", '{"type": "function", "name": "find", "parameters": {"q": "a"}}', TurnText(calls=(FIND,))),
     ("deepseek", f"x{AROUND[0]}{DEEPSEEK_R1}{AROUND[1]}", TurnText(content="x", calls=(FIND,))),
     ("deepseek", f"{AROUND[0]}{DEEPSEEK_V3}\n{DEEPSEEK_V3}{AROUND[1]}", TurnText(calls=(FIND, FIND))),
     ("deepseek", f"x{AROUND[1]}{AROUND[0]}{DEEPSEEK_V3}{AROUND[1]}y", TurnText(content=f"x{AROUND[1]}y", calls=(FIND,))),
@@ -54,6 +59,13 @@ def test_what_was_streamed_is_never_taken_back(form: ToolForm | None, text: str,
         told = part
     assert read.reasoning.startswith(told.reasoning)
     assert read.content.startswith(told.content)
+
+
+def test_an_argument_that_is_a_text_by_its_schema_is_no_number() -> None:
+    text = "<tool_call>find\n<arg_key>q</arg_key>\n<arg_value>007</arg_value>\n<arg_key>n</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
+    for texts, q in (((), "007"), ((("find", "n"),), "007"), ((("other", "n"),), "007")):
+        wanted = {"q": q, "n": "12" if ("find", "n") in texts else 12}
+        assert read_turn(text, "glm", texts=texts).calls == (ToolCall("find", wanted),)
 
 
 def test_a_thought_that_the_prompt_began() -> None:
