@@ -257,7 +257,7 @@ def run(
 def errors_of(log: Path) -> str:
     """The first lines of a log that name an error, and its end: Ray tells a worker's own far before."""
     text = log.read_text(encoding="utf-8")
-    named = [line[:400] for line in text.splitlines() if re.search(r"Error\b", line)]
+    named = [line[:400] for line in text.splitlines() if re.search(r"Error\b", line) and "not available" not in line]
     return "\n".join([*named[:8], "...", text[-2000:]])
 
 
