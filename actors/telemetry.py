@@ -19,6 +19,7 @@ from ..core.actor import ActorContext
 from ..core.clock import Clock
 from ..core.errors import Draining, NoSuchActor, NotReady, NotSent, OutcomeUnknown, Overloaded
 from ..core.messages import Telemetry
+from ..core.process import ProcessorTime
 from ..core.retry import until_answered
 from ..core.timeouts import TIMEOUTS
 from .contracts import MonitorContract
@@ -100,6 +101,7 @@ class Reporter:
         """Called in `on_start`: from then on the monitor hears of the actor every so many seconds."""
         meter = ActivityMeter(ctx.name, ctx.clock)
         telemetry = TelemetryBuffer(ctx.name, ctx.clock, meter=meter)
+        telemetry.more_seconds.append(ProcessorTime().seconds)
         send = ctx.ref(MonitorContract, "monitor").telemetry
         ctx.spawn(report_forever(telemetry, send, every_s), name=f"{ctx.name} telemetry")
         return cls(ctx, meter, telemetry, **more)

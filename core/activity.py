@@ -222,8 +222,9 @@ class TelemetryBuffer:
         self._last_step = -1
         self._dropped = Counter[str]()
         self._flows = FlowSampler()
-        self.more_seconds: Callable[[], Mapping[str, float]] = dict
-        """Further sums of seconds to tell with those of the meter, which they are no part of: by name, with a "/"."""
+        self.more_seconds: list[Callable[[], Mapping[str, float]]] = []
+        """Further sums of seconds to tell with those of the meter, by names with a "/": they are no part of them."""
+        self._num_untold = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -264,6 +265,12 @@ class TelemetryBuffer:
             args=args,
         )
         self._append("spans", span)
+
+    def samples_to_tell(self, num: int) -> int:
+        """Of so many groups how many may be told now without pushing out others; the rest counts as left out."""
+        told = min(num, max(0, self._limit("samples") - len(self._waiting["samples"])))
+        self._num_untold += num - told
+        return told
 
     def sample(self, group: GroupText) -> None:
         self._append("samples", group)
@@ -315,10 +322,14 @@ class TelemetryBuffer:
         if now >= self._next_time_s:
             self._next_time_s = now + self.time_every_s
             values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
-            named = {**self.meter.named_totals(), **self.more_seconds()}
+            named = self.meter.named_totals()
+            for more in self.more_seconds:
+                named |= more()
             values |= {f"time/{name}": seconds for name, seconds in named.items()}
             if self._flows.num_skipped:
                 values["trace/hops_skipped"] = float(self._flows.num_skipped)
+            if self._num_untold:
+                values["samples/left_out"] = float(self._num_untold)
             wall_s = self.clock.wall()
             self._append("metrics", MetricPoint(source=self.source, step=self._last_step, wall_s=wall_s, values=values))
 

@@ -186,12 +186,12 @@ class SampleLog:
         """A finished group is not trained on; at once, since a run that keeps none makes no step."""
         if step != self._step:
             self._step, self._num_left_out = step, 0
-        if self._num_left_out < self._per_step // 2:
+        if self._num_left_out < self._per_step // 2 and self._telemetry.samples_to_tell(1):
             self._num_left_out += 1
             self._tell(group, step, "filtered", rollout, reason)
 
     def num_wanted(self, step: int) -> int:
-        return self._per_step - (self._num_left_out if step == self._step else 0)
+        return self._telemetry.samples_to_tell(self._per_step - (self._num_left_out if step == self._step else 0))
 
     def trained(self, groups: Iterable[Group], step: int) -> None:
         for group in groups:

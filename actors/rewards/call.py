@@ -156,6 +156,8 @@ class Replied(Ended, frozen=True, tag=True):
     outcomes: Outcomes = ()
     cause: str = ""
     """Of its failure."""
+    lasted_s: float = 0.0
+    """In the function."""
 
 
 spec_decoder = msgspec.msgpack.Decoder(RewardSpec)

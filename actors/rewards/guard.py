@@ -172,6 +172,15 @@ class Guarded:
                 values[key] = max(values.get(key, 0.0), value) if key in WORST else values.get(key, 0.0) + value
         return values
 
+    def seconds(self) -> dict[str, float]:
+        """Of all calls that ended, by what took them: "queue" until a worker had it, "function", and "messages" to the
+        worker and back. Nothing of what has no workers."""
+        found: dict[str, float] = {}
+        for one in self._parts:
+            for what, spent_s in one.seconds().items():
+                found[what] = found.get(what, 0.0) + spent_s
+        return found
+
     async def close(self) -> None:
         await all_ended(one.close() for one in self._parts)
 

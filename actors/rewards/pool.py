@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import time
+from collections import defaultdict
 from typing import BinaryIO
 
 import msgspec
@@ -47,6 +49,8 @@ class RewardPool(WorkerPool):
         self._is_shared = not size
         self._room = asyncio.Semaphore(size or at_once)
         self._room_alone = asyncio.Semaphore(MAX_ALONE)
+        self.seconds = defaultdict[str, float](float)
+        """See `Guarded.seconds`."""
         super().__init__(
             __name__,
             msgspec.structs.replace(spec, max_block_s=0.0) if size else spec,
@@ -61,11 +65,11 @@ class RewardPool(WorkerPool):
     async def score(self, answers: Answers, timeout_s: float) -> Outcomes:
         """Judge what belongs into one call. Raises CallFailed if the function fails, hangs or ends its process twice
         (its end may be the fault of earlier answers), ConfigError or UserCodeError if a worker cannot load it."""
-        is_alone = False
+        is_alone, began_s = False, time.monotonic()
         while True:
             try:
                 async with self._room_alone if is_alone else self._room:
-                    reply = await self._asked(answers, timeout_s, is_alone=is_alone)
+                    reply = await self._asked(answers, timeout_s, began_s, is_alone=is_alone)
                 break
             except Lost as lost:
                 if lost.culprit >= 0:
@@ -77,8 +81,9 @@ class RewardPool(WorkerPool):
             raise CallFailed(reply.cause[:CAUSE_CHARS])
         return reply.outcomes
 
-    async def _asked(self, answers: Answers, timeout_s: float, *, is_alone: bool) -> Replied:
+    async def _asked(self, answers: Answers, timeout_s: float, began_s: float, *, is_alone: bool) -> Replied:
         async with self.calling(is_alone=is_alone) as call:
+            sent_s = time.monotonic()
             try:
                 await call.worker.send(Judge(call.number, answers, timeout_s))
                 async with asyncio.timeout(timeout_s + SLACK_S if self._is_shared else timeout_s):
@@ -93,6 +98,11 @@ class RewardPool(WorkerPool):
                 call.is_over = True  # it has not begun
                 raise CallFailed(f"cannot be sent its answers: {error}") from error
         if isinstance(reply, Replied):
+            away_s = time.monotonic() - sent_s
+            lasted_s = min(max(reply.lasted_s, 0.0), away_s)
+            self.seconds["queue"] += sent_s - began_s
+            self.seconds["function"] += lasted_s
+            self.seconds["messages"] += away_s - lasted_s
             return reply
         if reply.culprit == call.number:
             raise CallFailed(str(reply))
@@ -127,7 +137,7 @@ class _Call(UserCall):
         self._worker, self._judge = worker, judge
 
     async def run(self) -> None:
-        judge, cause = self._judge, ""
+        judge, cause, began_s = self._judge, "", time.monotonic()
         outcomes: Outcomes = ()
         try:
             outcomes = await self.within(call_reward(self._worker.reward, judge.answers), judge.timeout_s)
@@ -138,4 +148,7 @@ class _Call(UserCall):
         except asyncio.CancelledError:
             cause = "was cancelled"
         del self._worker.calls[judge.call]
-        self._worker.put(Replied(call=judge.call, outcomes=outcomes, cause=cause, is_hanging=self.is_hanging))
+        self._worker.put(Replied(
+            call=judge.call, outcomes=outcomes, cause=cause, is_hanging=self.is_hanging,
+            lasted_s=time.monotonic() - began_s,
+        ))  # fmt: skip

@@ -144,6 +144,9 @@ class Rewarder(Scorer):
         more = self._remote.gauges() if self._remote is not None else {}
         return {**super().gauges(), "reward/workers": float(len(self.worker_pids)), **more}
 
+    def seconds(self) -> dict[str, float]:
+        return dict(self._pool.seconds) if self._pool is not None else {}
+
     @property
     def worker_pids(self) -> tuple[int, ...]:
         return self._pool.pids if self._pool is not None else ()

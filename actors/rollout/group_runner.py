@@ -107,6 +107,8 @@ class GroupLoad:
     """For an environment, a tool, an agent, a judge or the workflow's code."""
     labels: Counter[str] = field(default_factory=Counter[str])
     """These, by what they wait for."""
+    has_engine: bool = True
+    """Else workflows that run in the loop only compute."""
     function: str = ""
     """The workflow; function and file where one of them waits, once it is known."""
 
@@ -121,7 +123,7 @@ class GroupLoad:
         for one, count in ((before, -1), (after, 1)):
             if one is None:
                 continue
-            if one.is_at_engine:
+            if one.is_at_engine or (one.kind == "workflow" and not self.has_engine):
                 self.generating += count
             elif one.kind == "reward":
                 self.rewarding += count
@@ -254,6 +256,10 @@ class GroupRunner:
         """Of rollouts that are over, by what they did."""
         self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
         """Seconds of the newest stretches."""
+        is_in_loop = not isinstance(self.workflow, Pool)
+        self.load.has_engine = self.model.generate is not no_engine or not is_in_loop
+        self._first: Doing = "engine" if is_in_loop and self.load.has_engine else "workflow"
+        """What a member does that says nothing else."""
         self._is_lasting = isinstance(self.workflow, Lasting)
         """It bounds its own phases."""
         if isinstance(self.workflow, WorkflowPool):
@@ -316,7 +322,7 @@ class GroupRunner:
     async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         try:
-            with member.timeline.during("workflow" if isinstance(self.workflow, Pool) else "engine"):
+            with member.timeline.during(self._first):
                 member.finished = await self._tried(member)
         except Interrupted as interrupted:
             member.again(interrupted.partial)
@@ -500,13 +506,15 @@ class GroupRunner:
                 self._lasted[one.kind].append(one.ended_s - one.began_s)
 
     def seconds(self) -> dict[str, float]:
-        """Of all rollouts since the actor began, by what they did: "rollouts/generate" and so on."""
+        """Of all rollouts since the actor began, by what they did: "rollouts/generate" and so on; of their calls of
+        reward workers "rewards/queue" and so on."""
         whole = dict(self._seconds)
         for group in self._running.values():
             for member in group.members:
                 for kind, spent_s in member.timeline.seconds().items():
                     whole[kind] += spent_s
-        return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
+        calls = {f"rewards/{what}": spent_s for what, spent_s in self.scorer.seconds().items()}
+        return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()} | calls
 
     def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
         now_s, found = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()

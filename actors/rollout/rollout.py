@@ -243,7 +243,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             on_failure=lambda kind, words: self._tell("member-failed", f"{kind}: {words}", failure=kind),
             on_end=self._trace,
         )
-        self._telemetry.more_seconds = runner.seconds
+        self._telemetry.more_seconds.append(runner.seconds)
         if self.gateway is not None:
             self.gateway.answer_eval(
                 self.tokenizer,
@@ -477,7 +477,8 @@ class Rollout(OwnsKnobs, RolloutContract):
         if load.waiting > load.generating:
             return "wait-env", load.place
         if load.generating:
-            return "compute", "generate at limit" if len(self._held) >= self.options.rollout.max_groups else "generate"
+            is_full = len(self._held) >= self.options.rollout.max_groups
+            return "compute", "workflow" if self.engine is None else "generate at limit" if is_full else "generate"
         if load.rewarding:
             return "wait-data", "reward"
         if self._held:

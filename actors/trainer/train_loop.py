@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -101,6 +101,12 @@ class TrainLoopOptions:
         return TrainerKnobs(first)
 
 
+def slowest_tenth(steps_s: Collection[float]) -> dict[str, float]:
+    """Metric: the share of the time of these steps that the slowest tenth of them took; none of fewer than 20."""
+    slowest = sorted(steps_s)[-(len(steps_s) // 10) :]
+    return {"leader/slowest_tenth": sum(slowest) / sum(steps_s)} if len(steps_s) >= 20 and any(steps_s) else {}
+
+
 @dataclass(eq=False)
 class TrainLoop:
     """Claims, plans, trains, publishes and reports until the run ends. One per run, in the actor trainer/0."""
@@ -135,6 +141,8 @@ class TrainLoop:
         self.publisher = Publisher(report, ranks, limit, Path(options.run_dir))
         self.link = CoordinatorLink(report, self.publisher)
         self._parts = PartMetrics()
+        self._trained_s = deque[float](maxlen=50)
+        """How long the newest steps took the ranks."""
         self._may_go = asyncio.Event()
         self._ranks_are_free = asyncio.Lock()
         """Held by the loop but at boundaries: ranks take one call after another, all in the same order."""
@@ -275,6 +283,8 @@ class TrainLoop:
         manifest = await self._publish_if_due(made)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
+        self._trained_s.append(metrics.get("train/step_s", 0.0))
+        metrics |= slowest_tenth(self._trained_s)
         group_ids = tuple(g.group_id for g in batch.groups)
         report = StepReport(step=version, version=made, metrics=metrics, lags=plan.lags, group_ids=group_ids)
         self._telemetry.metric(made, metrics)

@@ -31,8 +31,9 @@ Shares = Mapping[str, Mapping[str, float]]
 NOTABLE = 0.25
 AT_LIMIT = "compute/generate at limit"
 """Rollout actors generate, and may not take more groups at once."""
-ROLLOUTS = "rollouts/"
-"""Prefix of the seconds that rollouts spend, which are no part of their actor's."""
+ROLLOUTS, REWARDS, CPU = "rollouts/", "rewards/", "cpu/"
+"""Prefixes of seconds that are no part of their actor's: of its rollouts, of its calls of reward workers (see
+`Guarded.seconds`), and of its threads (see `ProcessorTime`)."""
 _ENGINE = ("generate", "engine")
 MAX_UNDER_WAY = 100
 START = "other/start"
@@ -42,6 +43,8 @@ FOR_DISK = "/".join(WAITS)
 NEARLY_ALL = 0.8
 """From this share of the finished groups on, what the filter leaves out is the cause of the trainer's waiting."""
 _LEAST_GROUPS = 16
+_UNEVEN = 0.4
+"""From this share of their time on, the slowest tenth of the steps is the cause; of even steps it takes a tenth."""
 
 REMEDIES: Mapping[Bound, str] = {
     "disk": "make that file system writable again (`RUN/events.jsonl` names file, cause and remedy): the run then "
@@ -63,6 +66,20 @@ REMEDIES: Mapping[Bound, str] = {
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
+_FAR_REWARD = (
+    'reward.scope = "group", one message for all answers of a group, or a built-in reward (exact, numeric, ...), which '
+    "runs in the rollout actor"
+)
+_UNEVEN_STEPS = (
+    "`train/step_s` in the report shows which steps are slow: they build kernels for new shapes, or share their device "
+    "or host; more equal lengths, or other work elsewhere"
+)
+_CROWDED = "more cores, or another host for some of these processes; on this one no further actor or worker helps"
+_CROWDED_TOO: Mapping[Bound, str] = {
+    "generation": "; or shorter answers (`myxa set max_new_tokens=N`)", "reward": "; or a cheaper reward",
+    "training": "; or fewer mini-batches", "none": "",
+}  # fmt: skip
+"""What helps beside that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +131,23 @@ def words_of(one: RolloutNow) -> str:
 
 
 def rollout_time(shares: Shares) -> dict[str, float]:
-    """What rollouts do -> share of their time, over all of these actors."""
-    spent = defaultdict[str, float](float)
-    for kinds in shares.values():
-        for name, share in kinds.items():
-            if name.startswith(ROLLOUTS):
-                spent[name.removeprefix(ROLLOUTS)] += share
+    """What rollouts do -> share of their time, over all of these actors; where rewards have workers, what of it is the
+    function."""
+    spent, calls = _summed(shares, ROLLOUTS), _summed(shares, REWARDS)
+    if any(calls.values()):
+        rewards_s = spent.pop("reward", 0.0) / sum(calls.values())
+        spent |= {f"reward {what}": rewards_s * share for what, share in calls.items()}
     whole = sum(spent.values())
     return {name: round(spent[name] / whole, 4) for name in sorted(spent, key=lambda name: -spent[name]) if spent[name]}
+
+
+def _summed(shares: Shares, prefix: str) -> dict[str, float]:
+    found = defaultdict[str, float](float)
+    for kinds in shares.values():
+        for name, share in kinds.items():
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix)] += share
+    return found
 
 
 def explain(
@@ -156,6 +182,20 @@ def explain_run(run: RunFiles, target: str = "") -> Reason:
 
 
 def judge(shares: Shares, facts: Facts) -> Reason:
+    reason = _judged(shares, facts)
+    role = "trainer" if reason.bound in ("training", "none") else "rollout"
+    busy = {name: kinds for name, kinds in shares.items() if _role(name) == role}
+    threads = _summed(busy, CPU)
+    waited = threads["waited"] / max(sum(threads.values()), 1e-9)
+    if reason.bound not in _CROWDED_TOO or waited < NOTABLE:
+        return reason
+    who = next(iter(busy)) if len(busy) == 1 else f"{len(busy)} {role} actors"
+    words = f"{_verb(who, 'wait')} for a processor {percent(waited)} of the time in which its threads could run"
+    remedy = _CROWDED + _CROWDED_TOO[reason.bound]
+    return msgspec.structs.replace(reason, sentence=f"{reason.sentence}; {words}", remedy=remedy)
+
+
+def _judged(shares: Shares, facts: Facts) -> Reason:
     if facts.disk:
         what, _, remedy = facts.disk.partition(" -- ")
         return Reason(bound="disk", sentence=f"the run waits for a disk: {what}", remedy=remedy, share=1.0)
@@ -168,7 +208,7 @@ def judge(shares: Shares, facts: Facts) -> Reason:
     if not leader or not rollouts:
         sentence = "nothing can be said yet: no time was measured for the trainer or the rollout actors"
         return Reason(bound="unknown", sentence=sentence)
-    kinds = {kind for actor in rollouts.values() for kind in actor if not kind.startswith(ROLLOUTS)}
+    kinds = {kind for actor in rollouts.values() for kind in actor if not kind.startswith((ROLLOUTS, REWARDS, CPU))}
     team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if (share := max(trainer.get("paused", 0.0), team.get("paused", 0.0))) >= 0.5:
@@ -181,10 +221,16 @@ def judge(shares: Shares, facts: Facts) -> Reason:
         return Reason(bound="starting", sentence=sentence)
     wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
     if trainer.get(wait, 0.0) < NOTABLE:
-        return _busy_trainer(leader, trainer, who, team)
+        return _busy_trainer(leader, trainer, who, team, facts)
     if wait != "wait-data":
         return _waits(leader, trainer, wait)
-    return _thrown_away(leader, trainer, facts) or _starved_trainer(leader, trainer, who, team, facts)
+    reason = _thrown_away(leader, trainer, facts) or _starved_trainer(leader, trainer, who, team, facts)
+    calls = _summed(rollouts, REWARDS)
+    if reason.bound != "reward" or calls["messages"] <= calls["function"]:
+        return reason
+    away = calls["messages"] / (calls["messages"] + calls["function"])
+    sentence = f"{reason.sentence}; {percent(away)} of a call are its messages to the worker and back"
+    return msgspec.structs.replace(reason, sentence=sentence, remedy=_FAR_REWARD)
 
 
 def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
@@ -206,8 +252,14 @@ def leader_of(shares: Shares) -> str:
     return min(ranks, key=lambda name: (len(name), name), default="")
 
 
-def _busy_trainer(leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float]) -> Reason:
+def _busy_trainer(
+    leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], facts: Facts
+) -> Reason:
     works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
+    slowest = facts.gauges.get(leader, {}).get("leader/slowest_tenth", 0.0)
+    if slowest >= _UNEVEN:
+        sentence = f"{works}, and a tenth of its newest steps takes {percent(slowest)} of that: they are the bottleneck"
+        return Reason(bound="training", sentence=sentence, remedy=_UNEVEN_STEPS, share=slowest)
     idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
     if team.get(idle, 0.0) < NOTABLE:
         sentence = f"well balanced: {works}, {_verb(who, 'compute')} {_pct(team, 'compute')}"

@@ -8,6 +8,8 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import uvloop
 from tests.harness.waiting import is_running, wait_until
 
 from myxa.core.errors import LaunchError
-from myxa.core.process import die_with_parent
+from myxa.core.process import ProcessorTime, die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_end, read_tail
 from myxa.launch.nodes.child import ORDERLY_END, Child, start_child
 from myxa.launch.run_dir import RunDir
@@ -176,3 +178,34 @@ def test_a_log_that_has_no_room_for_the_cause_says_so_in_its_place(tmp_path: Pat
     log.write_text("myxa: the disk is full -- make room\n")
     assert read_end(log, 1) == ("myxa: the disk is full -- make room",)
     assert read_end(tmp_path / "none", 1) == ()
+
+
+def test_time_on_a_processor_and_waiting_for_one_is_told_and_never_falls() -> None:
+    """It shares one processor with a process that always computes."""
+    time_of, processors = ProcessorTime(), os.sched_getaffinity(0)
+    before = time_of.seconds()
+    if not before:
+        pytest.skip("this kernel tells nothing")
+    os.sched_setaffinity(0, {min(processors)})
+    rival = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert rival.stdout is not None and rival.stdout.readline()
+
+        def compute() -> None:
+            until_s = time.thread_time() + 0.2
+            while time.thread_time() < until_s:
+                pass
+
+        compute()
+        working = threading.Thread(target=compute)
+        working.start()
+        at_work = time_of.seconds()
+        working.join()
+        after = time_of.seconds()
+    finally:
+        os.sched_setaffinity(0, processors)
+        rival.kill()
+        rival.communicate()
+    assert at_work["cpu/ran"] - before["cpu/ran"] >= 0.15
+    assert at_work["cpu/waited"] - before["cpu/waited"] >= 0.05
+    assert all(after[name] >= at_work[name] for name in after), "also once a thread has ended"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from myxa.actors.trainer.train_loop import slowest_tenth
 from myxa.core.errors import ConfigError
 from myxa.core.messages import RolloutNow
 from myxa.launch.views.why import (
@@ -167,6 +168,51 @@ def test_why_of_one_actor_says_what_it_does_beside_the_run() -> None:
     assert "rollout/2: it is starting" in explain(starting, Facts(), target="rollout/*").sentence
     with pytest.raises(ConfigError, match="no actor of this run is called 'rolout'"):
         explain(STARVED, Facts(), target="rolout")
+
+
+def test_a_reward_whose_calls_are_all_messages_is_not_told_to_be_cheaper() -> None:
+    calls = {"rewards/queue": 5.0, "rewards/function": 0.1, "rewards/messages": 0.9, "rollouts/reward": 3.0,
+             "rollouts/generate": 1.0}  # fmt: skip
+    shares = {**ON_REWARD, "rollout/0": ON_REWARD["rollout/0"] | calls}
+    reason = explain(shares, Facts())
+    assert reason.bound == "reward" and "90 % of a call" in reason.sentence
+    assert "built-in" in reason.remedy and "reward.workers" not in reason.remedy
+    assert reason.rollouts == pytest.approx(
+        {"reward queue": 0.625, "generate": 0.25, "reward messages": 0.1125, "reward function": 0.0125}
+    )
+    assert "rewards/queue" not in reason.shares["rollout/0"]
+    slow = {**shares, "rollout/0": shares["rollout/0"] | {"rewards/function": 2.0}}
+    assert "reward.workers" in explain(slow, Facts()).remedy
+
+
+@pytest.mark.parametrize(
+    ("bound", "trainer", "rollout"),
+    [("generation", HUNGRY, {"compute": 0.9, "wait-data": 0.1}), ("training", BUSY, {"compute": 0.4, "wait-capacity": 0.6})],
+)  # fmt: skip
+def test_no_actor_is_to_be_added_on_a_host_whose_processors_are_taken(
+    bound: Bound, trainer: Kinds, rollout: Kinds
+) -> None:
+    taken, free = {"cpu/ran": 0.6, "cpu/waited": 0.4}, {"cpu/ran": 1.5, "cpu/waited": 0.1}
+    culprit = "trainer/0" if bound == "training" else "rollout/0"
+    for waits in (taken, free):
+        shares = two(trainer | free, rollout | free)
+        shares[culprit] = shares[culprit] | waits
+        verdict = judge(shares, Facts())
+        assert verdict.bound == bound
+        assert (f"{culprit} waits for a processor 40 %" in verdict.sentence) is (waits is taken)
+        assert ("more cores" in verdict.remedy) is (waits is taken)
+        assert ("myxa scale" in verdict.remedy) is (bound == "generation" and waits is free)
+
+
+def test_single_steps_that_take_most_of_the_time_are_named_and_not_the_average() -> None:
+    shares = two({"compute": 0.92, "wait-data": 0.08}, {"compute": 0.5, "wait-capacity": 0.5})
+    steps = slowest_tenth([1.0] * 45 + [9.0] * 5)
+    verdict = judge(shares, Facts(gauges={"trainer/0": steps}))
+    assert verdict.bound == "training" and "a tenth of its newest steps takes 50 %" in verdict.sentence
+    assert "max_tokens_per_microbatch" not in verdict.remedy and "train/step_s" in verdict.remedy
+    even = judge(shares, Facts(gauges={"trainer/0": slowest_tenth([1.0, 1.3] * 25)}))
+    assert "max_tokens_per_microbatch" in even.remedy
+    assert slowest_tenth([1.0] * 19) == slowest_tenth([0.0] * 50) == {}
 
 
 WAITING: Shares = {

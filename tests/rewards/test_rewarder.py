@@ -132,6 +132,23 @@ async def test_quick_calls_are_served_by_the_workers_that_are_there_while_others
         assert len(made.worker_pids) < 6
 
 
+async def test_the_time_of_calls_is_told_by_what_took_it(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ndef slow(completion):\n    time.sleep(0.2)\n    return 1.0\n")
+    async with rewarder(f"{path}:slow", workers=1) as rewards:
+        await rewards.score(answer("the worker starts"))
+        before, began_s = rewards.seconds(), time.monotonic()
+        await asyncio.gather(*(rewards.score(answer("x", group_id=n)) for n in range(4)))
+        elapsed_s = time.monotonic() - began_s
+        spent = {what: seconds - before[what] for what, seconds in rewards.seconds().items()}
+    assert spent["function"] == pytest.approx(0.8, abs=0.3)
+    assert spent["queue"] >= 0.2 + 0.4 + 0.6 - 0.05, "for the only worker"
+    assert 0.0 < sum(spent.values()) <= 4 * elapsed_s
+    async with rewarder("exact") as rewards:
+        await rewards.score(answer("x"))
+        assert rewards.seconds() == {}, "no worker, and nothing to say"
+
+
 async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> None:
     async with rewarder(f"{code}:scaled", args={"factor": 2.5}, pattern="abc", workers=1) as made:
         assert await made.score(answer("x")) == RewardOutcome(2.5, {"pattern": 3.0})

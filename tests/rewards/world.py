@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,6 +20,7 @@ class CallsHere:
     """In place of a pool: the function is called as in a worker, without a process."""
 
     pids = ()
+    seconds: ClassVar[dict[str, float]] = {}
 
     def __init__(self, spec: RewardSpec, size: int, at_once: int = 0) -> None:
         self._reward = load_reward(spec)
