@@ -26,13 +26,14 @@ from .section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SentTable,
     Table,
     TableName,
     Temperature,
     TopK,
     UnitFloat,
     check_json,
-    check_no_nul,
+    check_name_text,
     check_urls,
     clashes,
     divides,
@@ -74,7 +75,9 @@ def parse_source(text: str) -> Source:
     """Split a name from its slice. Raises ValueError saying what is wrong with it."""
     if not text:
         raise ValueError("must not be empty")
-    if check_no_nul(text).startswith(HUB):
+    if "://" in text and not text.startswith(HUB):
+        raise ValueError("is an address: name a file, or a data set of the hub")
+    if check_name_text(text).startswith(HUB):
         HubName.of("dataset", SLICE.sub("", text))
     match = SLICED.fullmatch(text)
     if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):
@@ -110,8 +113,11 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9
 """Every draw that is passed over is a row of the ledger."""
 _FOR_TEMPLATES = "is for the chat template: set apply_chat_template = true"
 _NO_NAME = "make it one of them, with a name"
-TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
-"""What a chat template is given anyway."""
+TEMPLATE_NAMES = (
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("chat_template", "continue_final_message"),
+)
+"""What the run gives a chat template; the last ones would have no effect."""
 
 
 class RowColumns(Section, frozen=True):
@@ -183,7 +189,7 @@ def _day(value: object) -> object:
 
 def _template_arguments(value: Table) -> Table:
     if taken := sorted(set(TEMPLATE_NAMES) & value.keys()):
-        raise ValueError(f"must not hold {', '.join(taken)}, which the template is given anyway")
+        raise ValueError(f"must not hold {', '.join(taken)}: those are the run's to say")
     return check_json(value)
 
 
@@ -326,7 +332,7 @@ class FunctionSettings(Section, frozen=True):
     """As `reward.scope`."""
     pattern: Pattern = ""
     """As `reward.pattern`."""
-    args: Table = {}
+    args: SentTable = {}
     """As `reward.args`."""
 
 
@@ -384,7 +390,7 @@ class RewardSettings(Section, frozen=True):
     """Tokens before `overlong_tokens` over which that grows from nothing, in proportion."""
     overlong_penalty: PositiveFloat = 1.0
     """By how much the reward of an answer of that length is lowered."""
-    args: Table = {}
+    args: SentTable = {}
     """Further named arguments of the reward function, for example `tolerance = 0.01` for numeric."""
 
     functions: dict[str, FunctionSettings] = {}
@@ -566,7 +572,7 @@ class EvalSetSettings(RowSource, frozen=True):
     """Reward function, as `reward.fn`; empty = the run's own, with its arguments."""
     reward_pattern: Pattern = ""
     """As `reward.pattern`, for a function named here."""
-    reward_args: Table = {}
+    reward_args: SentTable = {}
     """As `reward.args`, for a function named here."""
 
     relations = (

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import AfterValidator
 
-from .section import Means, check_no_nul
+from .section import Means, check_name_text
 
 HUB, DATASETS = "hf://", "datasets/"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -93,7 +93,7 @@ def hub_text(text: str, kind: Kind, folder: Path) -> str:
 def _check_model(text: str) -> str:
     if text.startswith(HUB):
         HubName.of("model", text)
-    return check_no_nul(text)
+    return check_name_text(text)
 
 
 ModelPath = Annotated[str, Means("model"), AfterValidator(_check_model)]

@@ -23,6 +23,7 @@ from .section import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SentTable,
     Table,
     TextTuple,
     UnitFloat,
@@ -232,12 +233,12 @@ class AlgoConfig(Section, frozen=True):
     group_filter: Annotated[CodeName, named(*FILTER_BUILTINS), Field(min_length=1)] = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`. Follows `kind`
     where it is left out; none with `kl_in = "advantage"`."""
-    group_filter_args: Table = {}
+    group_filter_args: SentTable = {}
     """Named arguments of the group filter, for example `eps = 0.01` for zero_variance."""
     sample_filter: Annotated[CodeName, named(*SAMPLE_FILTER_BUILTINS), Field(min_length=1)] = "none"
     """From which members of a group that stays nothing is learnt (they still count where rewards are compared): none,
     truncated (cut off by a token limit), or your own `module:function`."""
-    sample_filter_args: Table = {}
+    sample_filter_args: SentTable = {}
     """Named arguments of the sample filter."""
     reward_post_process: Annotated[CodeName, named()] = ""
     """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or

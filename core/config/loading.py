@@ -103,7 +103,7 @@ PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def _problem(path: KeyPath, cause: str, origin: KeyOrigin, shown: str = "") -> Finding:
     """`shown`: the value as text; empty when there is none to show."""
-    what = ".".join(key if PLAIN_KEY.fullmatch(key) else json.dumps(key) for key in path)
+    what = ".".join(map(_key, path))
     message, _, remedy = f"{what}{f' = {shown}' if shown else ''}{': ' if what else ''}{cause}".partition(" -- ")
     return Finding(".".join(path), ConfigError(message, remedy=remedy), origin=origin)
 
@@ -197,12 +197,15 @@ class _Layers:
         if path is None:
             self.problems.append(_problem((), "must look like section.key=value", origin))
             return
+        _, found, left = find(RunConfig, path)
         try:
             value = _override_value(shown)
+            is_free = bool(left) and found is not None and found.annotation == Table
+            if is_free and value == shown and shown.lower() in ("true", "false"):
+                raise ValueError("write true or false in small letters, or the text in quotes")
         except ValueError as error:
             self.problems.append(_problem(path, f"is not a TOML value: {error}", origin, shown))
             return
-        _, found, left = find(RunConfig, path)
         is_text = found is not None and not left and found.annotation is str
         if is_text and isinstance(value, (int, float, dt.date, dt.time)):
             value = shown  # the shell took the quotes
@@ -395,7 +398,7 @@ def _override_value(text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ('"', "'", "[", "{"):
             raise ValueError(DECODE_PLACE.sub("", str(error))) from error
-        table = tomllib.loads(f"value = {json.dumps(text)}")
+        table = tomllib.loads(f"value = {toml_value(text)}")
     if len(table) != 1:
         raise ValueError("it holds more than one value")
     return table["value"]
@@ -472,6 +475,8 @@ def _resolved(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> st
 def _absolute(text: str, folder: Path) -> str:
     # normpath takes "a/../b" apart without asking the disk: symbolic links stay as they are written, but for a run
     # folder's "latest", which points at the run to be started by the time that its actors follow it.
+    if text.startswith("$") or "://" in text:
+        return text  # refused where it is checked
     path = Path(os.path.normpath(folder / os.path.expanduser(text)))  # noqa: PTH111 -- that of Path fails for a user without a home
     for above in (path, *path.parents):
         if above.name == "latest" and above.is_symlink():

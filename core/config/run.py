@@ -22,6 +22,7 @@ from .section import (
     Conflict,
     CountInt,
     IntTuple,
+    JsonTable,
     Means,
     NonNegativeFloat,
     OtherPenalty,
@@ -37,7 +38,6 @@ from .section import (
     TextTuple,
     TopK,
     UnitFloat,
-    check_json,
     check_once,
     check_urls,
     clashes,
@@ -404,7 +404,7 @@ class RolloutSettings(Section, frozen=True):
     """How a prompt becomes a sample: single_turn, demonstration and preference (SFT, pairs: no engine), agent (a
     program or service that talks to the policy by HTTP, see `[agent]`), environment (one of `[environments]`), or your
     own function or class, `module:name` or `file.py:name`, which runs in worker processes."""
-    workflow_args: Annotated[Table, AfterValidator(check_json)] = {}
+    workflow_args: JsonTable = {}
     """Named arguments of a workflow of your own: JSON values."""
     max_turns: PositiveInt = 1
     """Model turns of `ctx.episode` and of environments. Agents over HTTP are bounded by `timeout_s` instead."""
@@ -532,7 +532,7 @@ class EnvironmentSettings(Section, frozen=True):
     id: CodeName = ""
     """Which one. gym: `file.py:Class`, `module:Class` or an id that Gymnasium knows; verifiers: an installed
     taskset, or `file.py:Class`; reasoning_gym: the task's name; openenv: the server's address; mcp: empty."""
-    args: Annotated[Table, AfterValidator(check_json)] = {}
+    args: JsonTable = {}
     """Its named arguments: JSON values. mcp: `servers`, each with a `command` or a `url`."""
     python: ProgramName = ""
     """Interpreter that has its package, and this myxa. Empty = the rollout actor's."""
@@ -629,7 +629,7 @@ class FrozenModelSettings(RolloutRole, frozen=True):
     """As `[engine]`."""
     sglang: Table = {}
     """As `[sglang]`."""
-    chat_template_kwargs: Table = {}
+    chat_template_kwargs: JsonTable = {}
     """As `data.chat_template_kwargs`, for its own chat template."""
     temperature: Temperature = 1.0
     """Sampling temperature where a request says none."""

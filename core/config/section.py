@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
@@ -21,6 +22,7 @@ from pydantic_core import PydanticCustomError
 from ..sampling import MAX_PENALTY, MAX_TOP_K, MIN_FACTOR
 from ..suggestion import nearest
 
+MAX_BITS = 64
 CONFLICTS = "conflicts"
 """Type of the pydantic error whose context holds all conflicts found in one section."""
 
@@ -129,16 +131,18 @@ class Means:
     meaning: Meaning
 
 
-def check_no_nul(text: str) -> str:
-    """Text that the operating system takes as a name; raises ValueError otherwise."""
+def check_name_text(text: str) -> str:
+    """Text that the operating system takes as a name; raises ValueError otherwise, and for what a shell replaces."""
     if "\0" in text:
         raise ValueError("must not hold the character NUL")
+    if text.startswith("$"):
+        raise ValueError("begins with a variable of the environment, which is not replaced: write the path, or `~/...`")
     return text
 
 
-PathText = Annotated[str, AfterValidator(check_no_nul), Means("path")]
-CodeName = Annotated[str, AfterValidator(check_no_nul), Means("code")]
-ProgramName = Annotated[str, AfterValidator(check_no_nul), Means("program")]
+PathText = Annotated[str, AfterValidator(check_name_text), Means("path")]
+CodeName = Annotated[str, AfterValidator(check_name_text), Means("code")]
+ProgramName = Annotated[str, AfterValidator(check_name_text), Means("program")]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 CountInt = Annotated[int, Field(ge=0)]
@@ -252,7 +256,9 @@ class Section(BaseModel, frozen=True):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        found = (*broken(self, self.relations), *self.conflicts())
+        large = [key for key, one in self if isinstance(one, int) and one.bit_length() > MAX_BITS]
+        found = tuple(Conflict(key, f"must be a number of at most {MAX_BITS} bits") for key in large)
+        found = found or (*broken(self, self.relations), *self.conflicts())
         if found:
             text = "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in found)
             # The text goes in through the context: pydantic would read braces in a template as its own.
@@ -276,7 +282,22 @@ def check_json(table: Table) -> Table:
         json.dumps(table, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"must hold JSON values only ({error}); write it as text") from None
+    return check_sent(table)
+
+
+def check_sent(table: Table) -> Table:
+    """The table, if another process gets it as it is; raises ValueError otherwise."""
+    try:
+        is_same = msgspec.msgpack.decode(msgspec.msgpack.encode(table)) == table
+    except OverflowError:
+        is_same = False
+    if not is_same:
+        raise ValueError("must not hold nan, dates, times without a zone or numbers of more than 64 bits; write text")
     return table
+
+
+JsonTable = Annotated[Table, AfterValidator(check_json)]
+SentTable = Annotated[Table, AfterValidator(check_sent)]
 
 
 def as_array(value: object) -> list[Any] | None:

@@ -129,6 +129,9 @@ def test_files_are_merged_key_by_key_and_flags_win(folder: Path) -> None:
         ("data.system=a = b", ("data", "system"), "a = b"),
         ("roles.rollout.count=3", ("roles", "rollout", "count"), 3),
         ('roles.rollout.env."A"="x"', ("roles", "rollout", "env"), {"A": "x"}),
+        ("roles.rollout.env.A=True", ("roles", "rollout", "env"), {"A": "True"}),
+        ('reward.args.word="True"', ("reward", "args"), {"word": "True"}),
+        ("data.system=\U0001f600 \u2028\x7f", ("data", "system"), "\U0001f600 \u2028\x7f"),
         ("reward.args.tolerance=0.5", ("reward", "args"), {"tolerance": 0.5}),
     ],
 )

@@ -31,6 +31,15 @@ MISTAKES: dict[str, str] = {
     "[asynchrony]\nwindow = 3\n": "5 asynchrony ? async",
     "[Algo]\n": "5 Algo ? algo",
     "[algo]\nbatch_size = true\n": "6 algo.batch_size",
+    f"[algo]\nbatch_size = {2**64}\n": "6 algo.batch_size ! at most 64 bits",
+    "[rollout]\nmax_new_tokens = 99999999999999999999\n": "6 rollout.max_new_tokens ! at most 64 bits",
+    **{
+        f'[reward]\nfn = "a:b"\nargs = {{ x = {value} }}\n': "7 reward.args ! must not hold nan"
+        for value in ("nan", "2026-01-02", "2026-01-02T03:04:05", f"[{2**64}]")
+    },
+    '[eval.sets.a]\npath = "a.jsonl"\nreward = "a:b"\nreward_args = { x = nan }\n': "8 eval.sets.a.reward_args",
+    "[algo]\ngroup_filter_args = { eps = nan }\n": "6 algo.group_filter_args",
+    'chat_template_kwargs = { chat_template = "x" }\n': "5 data.chat_template_kwargs ! must not hold chat_template",
     '[lora]\nrank = 4\ntarget_modules = "q_proj"\n': "7 lora.target_modules ! array",
     "[algo]\nbatch_size = 32.0\n": "6 algo.batch_size ! must be a whole number",
     '[optimizer]\nlr = "high"\n': "6 optimizer.lr ! must be a number",
@@ -351,6 +360,19 @@ def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
         ("algo.batch_size=1e", 'algo.batch_size = "1e": '),
         ("rollout.stop_token_ids=[1", "rollout.stop_token_ids = [1: "),
         ("algo.clip_lo=1", "algo.clip_lo = 1: "),
+        *(
+            (f"data.chat_template_kwargs.enable_thinking={word}", f"enable_thinking = {word}: ")
+            for word in ("False", "TRUE")
+        ),
+        ("reward.args.strict=True", "write true or false in small letters, or the text in quotes"),
+        *(
+            (f"{key}=$DATA/x", f'{key} = "$DATA/x": begins with a variable')
+            for key in ("data.train", "run.dir", "model.path")
+        ),
+        *(
+            (f"data.train={text}", f'data.train = "{text}": is an address')
+            for text in ("s3://b/x.jsonl", "https://h/x.jsonl")
+        ),
     ],
 )
 def test_wrong_flags(tmp_path: Path, override: str, named: str) -> None:
