@@ -1,9 +1,11 @@
 """Where the time of a training step goes, and what else could be done: for `train_speed.py --profile`.
 
 The table is made of torch's trace of one warm step: each kernel belongs to the group of the code that launched it. GPU
-idle: the time of a step without the profiler, less the time in which kernels ran. Variants run in the same process on
-the same packs, one after another, as patches of the torch backend; one that fails is told and left out. Rows come as
-they are made, and nothing new is begun once `--limit` is near.
+idle: the time of a step without the profiler, less the time in which kernels ran; gaps say which launches the GPU
+waited for. The host alone: the same step with next to no tokens. Reads: where the host waits for the device, as torch's
+own check of synchronising calls finds them. Variants run in the same process on the same packs, one after another, as
+patches of the backend; one that fails is told and left out. Rows come as they are made, and nothing new is begun once
+`--limit` is near.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import contextlib
 import json
 import re
 import time
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch._inductor.config as inductor_config
 from figures import Report, number, percent
 from flops import PEAK
 from torch import Tensor
@@ -28,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from myxa.actors.backends import vocab_scores
 from myxa.actors.backends.torch_backend import model, parallel
-from myxa.actors.backends.torch_backend.layout import Layout
+from myxa.core.errors import MyxaError
 
 STEP = "bench:step"
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|linear|matmul)$", re.IGNORECASE)
@@ -224,78 +229,65 @@ def put(owner: Any, name: str, value: Any) -> None:
 # -- variants ----------------------------------------------------------------------------------------------------------
 
 
-BOUNDS: dict[int, tuple[Layout, Tensor, int]] = {}
-BY_CUDNN = ["cudnn"]
-"""Empty: by flash attention."""
+def anew(function: Any) -> Any:
+    """What `fused` wraps, as code of its own: Dynamo keeps what it compiled with the code."""
+    plain = function.__wrapped__
+    return FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
 
 
-def bounds_of(layout: Layout) -> tuple[Tensor, int]:
-    """Where sequences begin and the last one ends, int32, and the longest."""
-    if id(layout) not in BOUNDS:
-        if len(BOUNDS) > 32:
-            BOUNDS.clear()
-        starts = torch.nonzero(layout.positions_T == 0).flatten()
-        bounds = torch.cat([starts, starts.new_tensor([layout.num_tokens])]).to(torch.int32)
-        BOUNDS[id(layout)] = layout, bounds, max(block.row_len for block in layout.blocks)
-    return BOUNDS[id(layout)][1:]
+def rows_vary(function: Any) -> Any:
+    """A function of `fused` compiled so that only the number of rows may change: inner loops of known length, and no
+    division by a number that comes with the call for each element."""
+    plain = anew(function)
+    compiled = cast(Any, torch).compile(plain, dynamic=True, fullgraph=True)
+
+    def run(*args: Any) -> Any:
+        if not args[0].is_cuda:
+            return plain(*args)
+        for each in args:
+            if isinstance(each, Tensor) and each.dim() > 1:
+                torch._dynamo.mark_static(each, list(range(1, each.dim())))
+        return compiled(*args)
+
+    return run
 
 
-@vocab_scores.fused
-def _packed_before(x_Th: Tensor, layer: Any, rope: tuple[Tensor, Tensor], _: Tensor, __: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values of packed tokens."""
-    return layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+def cast_once(self: parallel.Replica, layouts: Sequence[Any]) -> list[Any]:
+    """A log-prob pass in which weights are cast once, not once for each pack."""
+    exact = {id(p) for part in self.module.exact_parts() for p in part.parameters()}
+    masters = [(p, p.data) for p in self.module.parameters() if id(p) not in exact]
+    with torch.no_grad():
+        for parameter, master in masters:
+            parameter.data = master.to(self.module.dtype)
+        try:
+            return [self.module(layout) for layout in layouts]
+        finally:
+            for parameter, master in masters:
+                parameter.data = master
 
 
-def packed_attended(self: Any, heads: tuple[Tensor, ...], layout: Layout, rows_N: Tensor | None) -> Tensor:
-    """Attention over packed sequences, without rectangles; no prompts are shared here."""
-    if not heads[0].is_cuda:
-        heads = tuple(x.index_select(0, layout.index_S) for x in heads)
-        return PADDED(self, heads, layout, rows_N)
-    bounds, longest = bounds_of(layout)
-    if BY_CUDNN:
-        cudnn = torch.ops.aten._cudnn_attention_forward
-        found = cudnn(*heads, None, bounds, bounds, longest, longest, True, 0.0, True, False)
-    else:
-        flash = torch.ops.aten._flash_attention_forward
-        found = flash(*heads, bounds, bounds, longest, longest, 0.0, True, False)
-    out = found[0].flatten(1)
-    return out if rows_N is None else model.pick_rows(out, rows_N)
-
-
-@vocab_scores.fused
-def _after_apart(x: Tensor, layer: Any, attended: Tensor) -> Tensor:
-    """Residuals are added by the kernel of the norm, not by the product's: that would copy them first."""
-    x = (x.float() + layer.self_attn.o_proj(attended).float()).to(x.dtype)
-    return (x.float() + layer.mlp(layer.post_attention_layernorm(x)).float()).to(x.dtype)
-
-
-PADDED = model.SelfAttention.attended
 Patches = list[tuple[Any, str, Any]]
-NOT_KEPT: Patches = [(vocab_scores, "KEPT_LOGITS", 0)]
-APART: Patches = [(model, "_after_attention", _after_apart)]
-PACKED: Patches = [(model, "_before_attention", _packed_before), (model.SelfAttention, "attended", packed_attended)]
-VARIANTS: dict[str, Patches] = {
-    "logits not kept": NOT_KEPT,
-    "residuals apart from products": APART,
-}
-WIDE = "packs twice as large"
-OF_A_SHAPE: Patches = [
-    (model, name, torch.compile(cast(Any, getattr(model, name)).__wrapped__, dynamic=False))
-    for name in ("_before_attention", "_after_attention")
-]
-LAST: dict[str, Patches] = {
-    WIDE: [],
-    "attention of packed rows by cuDNN": PACKED,
-    "compiled for one shape": OF_A_SHAPE,
-}
 
 
 def variants_of(backend: str) -> dict[str, Patches]:
+    """By name; a later one may hold earlier ones."""
+    no_cache: Patches = [(inductor_config, "force_disable_caches", True)]
+    names = ("_measured", "_turn_to_gradient")
+    head: Patches = [(vocab_scores, name, rows_vary(getattr(vocab_scores, name))) for name in names]
     if backend == "megatron":
         from myxa.actors.backends.megatron import schedule
 
-        return {"logits kept": [(schedule, "score_rows", partial(vocab_scores.score_rows, keeps_logits=True))]}
-    return {**VARIANTS, **(LAST if torch.cuda.is_available() else {})}
+        kept = (schedule, "score_rows", partial(vocab_scores.score_rows, keeps_logits=True))
+        return {"logits kept": [kept], "logits kept, head compiled for its vocabulary": [kept, *head, *no_cache]}
+    whole = [(vocab_scores, name) for name in names] + [(model, "_before_attention"), (model, "_after_attention")]
+    again: Patches = [(owner, name, vocab_scores.fused(anew(getattr(owner, name)))) for owner, name in whole]
+    once: Patches = [(parallel.Replica, "score", cast_once)]
+    return {
+        "head compiled for its vocabulary": [*head, *no_cache],
+        "weights cast once for a log-prob pass": once,
+        "both": [*head, *once],
+        "all compiled at this size": [*again, *no_cache],
+    }
 
 
 @dataclass(frozen=True)
@@ -304,8 +296,10 @@ class Work:
 
     report: Report
     gauge: Any
-    train: Callable[[int], Any]
-    """A step of packs so many times as large."""
+    train: Callable[[], Any]
+    train_tiny: Callable[[], Any]
+    """As many packs with next to no tokens."""
+    train_unequal: Callable[[], Any]
     score: Callable[[], Any]
     figures: Callable[[float, float], tuple[float, float, float, float]]
     """(seconds of a step, of a log-prob pass) -> (tokens/s, MFU, log-prob tokens/s, its MFU)"""
@@ -316,14 +310,14 @@ class Work:
     def is_over(self) -> bool:
         return time.monotonic() > self.give_up_s
 
-    def measure(self, name: str, *, times: int = 1) -> tuple[float, float]:
+    def measure(self, name: str) -> tuple[float, float]:
         """Seconds of a step and of a pass, told as a row."""
         began_s = time.monotonic()
         for _ in range(2):
-            self.train(times)
+            self.train()
         self.gauge.reset()
-        step_s = min(self.gauge.seconds(lambda: self.train(times)) for _ in range(2))
-        norm = self.train(times).metrics["train/grad_norm"]
+        step_s = min(self.gauge.seconds(self.train) for _ in range(2))
+        norm = self.train().metrics["train/grad_norm"]
         peak_gib = self.gauge.peak_gib()
         self.score()
         score_s = min(self.gauge.seconds(self.score) for _ in range(3))
@@ -338,8 +332,8 @@ class Work:
         return step_s, score_s
 
 
-def run(work: Work, log: Path, variants: dict[str, Patches], small: Callable[[], None]) -> None:
-    """As it is, the trace, variants, single parts (`small`)."""
+def run(work: Work, log: Path, variants: dict[str, Patches]) -> None:
+    """As it is, the trace, the host alone, variants, the trace of unequal lengths."""
     head = ("variant", "step ms", "tokens/s", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
             "of the matrix rate", "gradient norm", "s to measure")  # fmt: skip
     top = "| " + " | ".join(head) + " |\n|" + "---|" * len(head)
@@ -347,10 +341,12 @@ def run(work: Work, log: Path, variants: dict[str, Patches], small: Callable[[],
     step_s, score_s = work.measure("as it is")
     work.report.say("")
     with marked():
-        tell_trace(work.report, *traced(lambda: work.train(1), work.gauge.wait, log), step_s)
+        tell_trace(work.report, *traced(work.train, work.gauge.wait, log), step_s)
     kernels, _ = traced(work.score, work.gauge.wait, log)
     work.report.say(f"- log-prob pass: {number(score_s * 1e3)} ms, kernels {number(busy(kernels) / 1e3)} ms\n")
     tell_shares(work.report, kernels)
+    tell_gaps(work.report, "the log-prob pass", kernels)
+    tell_reads(work)
     work.report.say(top)
     for name, patches in variants.items():
         if work.is_over():
@@ -358,12 +354,58 @@ def run(work: Work, log: Path, variants: dict[str, Patches], small: Callable[[],
             continue
         try:
             with patched(*patches):
-                work.measure(name, times=2 if name == WIDE else 1)
-        except RuntimeError as error:
+                work.measure(name)
+        except (RuntimeError, MyxaError) as error:
             work.report.say(f"| {name} | {type(error).__name__}: {str(error)[:300]!r} |" + " - |" * (len(head) - 2))
     work.report.say("")
     if not work.is_over():
-        small()
+        kernels, _ = traced(work.train_unequal, work.gauge.wait, log)
+        work.report.say(f"- a step of unequal lengths: kernels {number(busy(kernels) / 1e3)} ms\n")
+        tell_shares(work.report, kernels)
+        tell_gaps(work.report, "a step of unequal lengths", kernels)
+
+
+GAP_US = 10.0
+
+
+def tell_gaps(report: Report, what: str, kernels: Sequence[Kernel]) -> None:
+    """Milliseconds in which nothing ran, by what was launched next: the outermost operator and the innermost one."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    until = min((kernel.start for kernel in kernels), default=0.0)
+    for kernel in sorted(kernels, key=lambda k: k.start):
+        if kernel.start - until > GAP_US:
+            around = [line for line in kernel.around.splitlines() if line != STEP] or ["-"]
+            found = sums[f"{around[0][:60]} ... {around[-1][:60]}"]
+            found[0] += (kernel.start - until) / 1e3
+            found[1] += 1
+        until = max(until, kernel.start + kernel.length)
+    most = sorted(sums.items(), key=lambda item: -item[1][0])[:8]
+    whole, times = (sum(found[at] for found in sums.values()) for at in (0, 1))
+    report.table(f"Gaps of more than {GAP_US:.0f} us in {what}: {number(whole)} ms, {times:.0f} times",
+                 ("before what was launched in", "ms", "times"),
+                 [(name, number(ms), number(count)) for name, (ms, count) in most])  # fmt: skip
+
+
+def tell_reads(work: Work) -> None:
+    """Where the host waits for the device in a step and in a log-prob pass, and what the host takes alone."""
+    tiny_s = min(work.gauge.seconds(work.train_tiny) for _ in range(3))
+    work.report.say(f"- the host alone: a step of as many packs with next to no tokens takes {number(tiny_s * 1e3)} ms")
+    work.report.keep("host_s", tiny_s)
+    if not torch.cuda.is_available():
+        return
+    for what, call in (("a step", work.train), ("the log-prob pass", work.score)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                call()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        places = Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in told
+                         if "synchroniz" in str(one.message))  # fmt: skip
+        most = ", ".join(f"{place} ({count})" for place, count in places.most_common(12))
+        work.report.say(f"- reads in {what}: {sum(places.values())}: {most}")
+    work.report.say("")
 
 
 def tell_shares(report: Report, kernels: Sequence[Kernel]) -> None:
@@ -386,29 +428,9 @@ def matrix_tflops(gauge: Any, size: int) -> float:
     return 2 * size**3 * times / gauge.seconds(lambda: [torch.mm(a, b) for _ in range(times)]) / 1e12
 
 
-def tell_products(report: Report, gauge: Any, config: Any, tokens: int, device: str) -> None:
-    """TFLOP/s of the products of a layer: forward, gradient of the input, gradient of the weight; apart and joined."""
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    width, inner = config.hidden_size, config.intermediate_size
-    sizes = {"q": (heads, width), "k or v": (kv, width), "q, k, v": (heads + 2 * kv, width), "o": (width, heads),
-             "gate or up": (inner, width), "gate, up": (2 * inner, width), "down": (width, inner)}  # fmt: skip
-    dtype, times = (torch.bfloat16, 20) if device == "cuda" else (torch.float32, 1)
-    rows: list[tuple[str, ...]] = []
-    for name, (num_out, num_in) in sizes.items():
-        x, g, w = (torch.randn(shape, device=device, dtype=dtype)
-                   for shape in ((tokens, num_in), (tokens, num_out), (num_out, num_in)))  # fmt: skip
-        rates: list[float] = []
-        for product in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x):  # noqa: B023
-            product()
-            seconds = gauge.seconds(lambda: [product() for _ in range(times)]) / times  # noqa: B023
-            rates.append(2 * tokens * num_in * num_out / seconds / 1e12)
-        rows.append((f"{name}: {num_in} -> {num_out}", *(number(rate) for rate in rates)))
-    report.table(f"Products of {tokens} tokens, TFLOP/s", ("weight", "forward", "input", "weight's"), rows)
-
-
 def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: int, device: str) -> None:
-    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels; last by one that may end
-    what the device can do for this process."""
+    """Milliseconds of causal attention of one pack in one layer, by each of torch's kernels. (cuDNN's for packed rows
+    makes a plan in every call, 64 ms on an H200, and its gradients were not finite.)"""
     if device != "cuda":
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -427,15 +449,10 @@ def tell_attention(report: Report, gauge: Any, config: Any, num: int, length: in
         flash = torch.ops.aten._flash_attention_forward
         return flash(q, k, v, bounds, bounds, length, length, 0.0, True, False)[0].flatten(1)
 
-    def packed_by_cudnn() -> Tensor:
-        cudnn = torch.ops.aten._cudnn_attention_forward
-        return cudnn(q, k, v, None, bounds, bounds, length, length, True, 0.0, True, False)[0].flatten(1)
-
     kinds: list[tuple[str, Any, Callable[[], Tensor]]] = [("as torch chooses", contextlib.nullcontext, padded)]
     one_of = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
     kinds += [(backend.name.lower(), lambda backend=backend: sdpa_kernel(backend), padded) for backend in one_of]
     kinds.append(("flash, packed", contextlib.nullcontext, packed))
-    kinds.append(("cudnn, packed", contextlib.nullcontext, packed_by_cudnn))
     flops = 4 * num * config.num_heads * config.head_dim * length * length / 2
     grad = torch.randn(num * length, config.num_heads * config.head_dim, **cast(Any, make))
     rows: list[tuple[str, ...]] = []

@@ -1,15 +1,16 @@
 """Training speed, MFU and memory of our backends, and of their log-prob pass: bf16, packs of 16k tokens.
 
     python train_speed.py [--cases torch:0.6b,torch:1.7b,megatron:0.6b,torch:0.6b:16] [--world 1] [--device cpu]
-                          [--profile]
+                          [--lengths lognormal] [--profile]
 
 A third word of a case is a rank: low-rank adapters are trained in place of all weights. Every case has processes of
 its own, one a GPU, as ranks of a gang under torchrun's variables. The backend is the one that `myxa up` builds from
 the run file. A step: `--packs` packs of 16 sequences of 1024 tokens on every rank, GRPO loss on 896 of each,
-gradients shared, AdamW. Tokens are all tokens of the packs. MFU: see flops.py. Memory: the most that torch allocated
-on rank 0 from the first step on; of the log-prob pass, above what is held anyway. Phases go to a case's log: one that
-ends at its limit shows where it was. `--profile`, of the torch backend: where a step's time goes, and variants beside
-what it does (train_profile.py).
+gradients shared, AdamW. `--lengths lognormal`: as many tokens in packs as large, in sequences of lognormal lengths
+(the same mean, sigma 0.8, at most four times the mean), other ones in every step. Tokens are all tokens of the packs.
+MFU: see flops.py. Memory: the most that torch allocated on rank 0 from the first step on; of the log-prob pass, above
+what is held anyway. Phases go to a case's log: one that ends at its limit shows where it was. `--profile`: where a
+step's time goes, variants beside what it does, and the other lengths in the same process (train_profile.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,38 +50,63 @@ MARK = "FIGURES "
 GOALS = {"0.6b": (("tokens/s", "rate", 60_000.0, False), ("peak memory, GiB", "memory_gib", 40.0, True)),
          "1.7b": (("MFU", "mfu", 0.42, False),)}  # fmt: skip
 GOAL_DP4 = 124_000.0
+GOAL_UNEQUAL = 0.7
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
+SIGMA, LONGEST = 0.8, 4
+"""Of lognormal lengths: their deviation, and the most as a multiple of the mean."""
+
+
+def lengths_of(options: argparse.Namespace, rank: int, step: int) -> list[list[int]]:
+    """Tokens of the sequences of each pack, prompt and answer; all packs have as many tokens."""
+    if options.lengths == "equal":
+        return [[options.length] * options.per_pack for _ in range(options.packs)]
+    rng, mean, least = np.random.default_rng([11, step, rank]), options.length, max(2, options.length // 64)
+    packs: list[list[int]] = []
+    for _ in range(options.packs):
+        left, pack = options.per_pack * mean, list[int]()
+        while left:
+            drawn = int(rng.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA))
+            length = min(max(drawn, least), LONGEST * mean, left)
+            pack.append(length if left - length >= least else left)
+            left -= pack[-1]
+        packs.append(pack)
+    return packs
+
+
 def make_shard(options: argparse.Namespace, rank: int, vocab_size: int, step: int) -> TrainShard:
-    """`packs` micro-batches of `per_pack` samples of `length` tokens; other samples on every rank and step."""
-    rng = np.random.default_rng([step, rank])
-    prompt_len = options.length // 8
-    num_new = options.length - prompt_len
-    samples = tuple(
-        TrainSample(
-            group_id=index // 8,
-            index=index % 8,
-            prompt_ids=rng.integers(0, vocab_size, prompt_len).astype(np.int32),
-            response_ids=rng.integers(0, vocab_size, num_new).astype(np.int32),
-            loss_mask=np.ones(num_new, dtype=np.uint8),
-            logprobs=np.full(num_new, -np.log(vocab_size), dtype=np.float32),
-            versions=np.full(num_new, step, dtype=np.int32),
-            finish="stop",
-            advantage=1.0 if index % 2 else -1.0,
-        )
-        for index in range(options.packs * options.per_pack)
-    )
-    packs = tuple(tuple(range(k * options.per_pack, (k + 1) * options.per_pack)) for k in range(options.packs))
-    total = float(options.world * len(samples))
+    """`packs` micro-batches of `per_pack * length` tokens; other samples on every rank and step."""
+    rng, lengths = np.random.default_rng([step, rank]), lengths_of(options, rank, step)
+    samples: list[TrainSample] = []
+    packs: list[tuple[int, ...]] = []
+    for pack in lengths:
+        packs.append(tuple(range(len(samples), len(samples) + len(pack))))
+        for length in pack:
+            index, prompt_len = len(samples), max(1, length // 8)
+            num_new = length - prompt_len
+            samples.append(
+                TrainSample(
+                    group_id=index // 8,
+                    index=index % 8,
+                    prompt_ids=rng.integers(0, vocab_size, prompt_len).astype(np.int32),
+                    response_ids=rng.integers(0, vocab_size, num_new).astype(np.int32),
+                    loss_mask=np.ones(num_new, dtype=np.uint8),
+                    logprobs=np.full(num_new, -np.log(vocab_size), dtype=np.float32),
+                    versions=np.full(num_new, step, dtype=np.int32),
+                    finish="stop",
+                    advantage=1.0 if index % 2 else -1.0,
+                )
+            )
+    others = [list(chain(*lengths_of(options, one, step))) for one in range(options.world)]
     return TrainShard(
         step=step,
-        samples=samples,
-        minibatches=(packs,),
-        minibatch_tokens=(total * num_new,),
-        minibatch_rollouts=(total,),
+        samples=tuple(samples),
+        minibatches=(tuple(packs),),
+        minibatch_tokens=(float(sum(length - max(1, length // 8) for own in others for length in own)),),
+        minibatch_rollouts=(float(sum(map(len, others))),),
     )
 
 
@@ -132,7 +159,7 @@ def rank_sets(options: argparse.Namespace) -> list[str]:
         f'roles.trainer.kind="{options.backend}"', f"roles.trainer.count={options.world}", f'trainer.dtype="{dtype}"',
         f"trainer.max_tokens_per_microbatch={options.per_pack * options.length}", 'algo.correction="none"',
         'roles.rollout.kind="embedded"', 'roles.rollout.devices="cpu"', f"rollout.max_new_tokens={options.length}",
-        f"engine.context_length={2 * options.length}", *parallel_sets(options.backend, options.world),
+        f"engine.context_length={(LONGEST + 1) * options.length}", *parallel_sets(options.backend, options.world),
         f'roles.trainer.devices="{devices_text(options)}"', *options.sets,
     ]  # fmt: skip
 
@@ -194,13 +221,14 @@ def rank_main(options: argparse.Namespace) -> None:
     with phase("log-probs"):
         scores_s = [gauge.seconds(lambda: policy.score(layouts)) for _ in range(3)]
     score_gib = gauge.peak_gib() - held_gib
+    unequal = with_unequal(options, backend, gauge, vocab_size) if options.profile else {}
     with phase("checkpoint"):
         checkpoint = saved(backend, options.folder / "checkpoint") if options.checkpoint else {}
     figures = {
         "facts": {name: str(value) for name, value in facts.items()},
         "setup_s": setup_s, "steps_s": steps_s, "peak_gib": peak_gib,
         "score_s": min(scores_s), "score_gib": score_gib, "held_gib": held_gib,
-        "num_adapted": num_adapted(config.lora, read_config(options.folder / "model")), **checkpoint,
+        "num_adapted": num_adapted(config.lora, read_config(options.folder / "model")), **checkpoint, **unequal,
     }  # fmt: skip
     if rank == 0:
         print(MARK + json.dumps(figures), flush=True)
@@ -211,44 +239,57 @@ def rank_main(options: argparse.Namespace) -> None:
     os._exit(0)  # native threads of collectives have nothing more to do
 
 
+def with_unequal(options: argparse.Namespace, backend: Any, gauge: Gauge, vocab_size: int) -> dict[str, Any]:
+    """Seconds of steps and of a log-prob pass with lognormal lengths; every step has shapes of its own."""
+    rank, own = int(os.environ["RANK"]), argparse.Namespace(**{**vars(options), "lengths": "lognormal"})
+    shards = [make_shard(own, rank, vocab_size, 100 + step) for step in range(WARM_UPS + 3)]
+    with phase("unequal lengths, warm up"):
+        for shard in shards[:WARM_UPS]:
+            backend.train(shard, {})
+    with phase("unequal lengths"):
+        steps_s = [gauge.seconds(lambda shard=shard: backend.train(shard, {})) for shard in shards[WARM_UPS:]]
+        policy = backend._parts.stepper.policy
+        layouts = [micro.layout for micros in policy.cut(shards[-1], skips_neutral=False) for micro in micros]
+        scores_s = [gauge.seconds(lambda: policy.score(layouts)) for _ in range(2)]
+    return {"unequal_steps_s": steps_s, "unequal_score_s": min(scores_s)}
+
+
 def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layouts: Sequence[Any], config: Any) -> None:
     """Where the time goes, and variants; see train_profile.py."""
     import train_profile as told
 
     report = Report(f"{options.part}_{options.backend}_{options.folder.name}", is_dry=options.device == "cpu")
-    lengths = [options.length] * (options.packs * options.per_pack)
+    lengths = list(chain(*lengths_of(options, 0, 7)))
     tokens, flops, ahead = sum(lengths), train_flops(config, lengths), forward_flops(config, lengths)
+    policy = backend._parts.stepper.policy
 
-    def shard_of(times: int) -> TrainShard:
-        wide = {"per_pack": options.per_pack * times, "packs": max(1, options.packs // times)}
-        return make_shard(argparse.Namespace(**{**vars(options), **wide}), 0, config.vocab_size, 7)
+    def step_of(**changed: Any) -> Callable[[], Any]:
+        shard = make_shard(argparse.Namespace(**{**vars(options), **changed}), 0, config.vocab_size, 7)
+        return lambda: backend.train(shard, {})
 
-    shards = {times: shard_of(times) for times in (1, 2)}
     work = told.Work(
         report,
         gauge,
-        train=lambda times: backend.train(shards[times], {}),
-        score=lambda: backend._parts.stepper.policy.score(layouts),
+        train=step_of(),
+        train_tiny=step_of(per_pack=1, length=8),
+        train_unequal=step_of(lengths="lognormal"),
+        score=lambda: policy.score(layouts),
         figures=lambda step_s, score_s: (
             tokens / step_s, mfu(flops, step_s), tokens / score_s, mfu(ahead, score_s),
         ),
         give_up_s=time.monotonic() + options.limit - (time.monotonic() - BEGAN_S) - 15,
         tflops=told.matrix_tflops(gauge, 8192 if options.device == "cuda" else 256),
     )  # fmt: skip
-
-    def small() -> None:
-        told.tell_products(report, gauge, config, options.per_pack * options.length, options.device)
-        told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
-
     if options.backend == "torch":
-        policy = backend._parts.stepper.policy
         ahead_M, live_M = policy.score(layouts[:1])[0].logprobs_M, policy.module(layouts[0], False).logprobs_M.detach()
         difference = float((ahead_M - live_M).abs().max())
         report.say(
             f"- largest difference of a log-prob between the log-prob pass and the training pass: {difference:g}"
         )
         del live_M
-    told.run(work, options.folder / "trace.json", told.variants_of(options.backend), small)
+    told.run(work, options.folder / "trace.json", told.variants_of(options.backend))
+    if not work.is_over():
+        told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
     report.keep("status", 0)
 
 
@@ -265,7 +306,8 @@ def run_case(options: argparse.Namespace, backend: str, folder: Path, rank: str)
     command = [
         sys.executable, str(Path(__file__).resolve()), "--device", options.device, "--world", str(options.world),
         "--packs", str(options.packs), "--per-pack", str(options.per_pack), "--length", str(options.length),
-        "--steps", str(options.steps), "--limit", str(options.limit), "--backend", backend, "--folder", str(folder),
+        "--steps", str(options.steps), "--limit", str(options.limit), "--lengths", options.lengths,
+        "--backend", backend, "--folder", str(folder),
         *(["--checkpoint"] if options.checkpoint else []), *(["--profile"] if options.profile else []),
         "--part", options.part, "--sets", *options.sets, *([f"lora.rank={rank}"] if rank else []),
     ]  # fmt: skip
@@ -319,24 +361,33 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> li
 
 def derive(options: argparse.Namespace, config: Any, found: dict[str, Any]) -> dict[str, float]:
     """Rates from times."""
-    lengths = [options.length] * (options.packs * options.per_pack * options.world)
+    lengths = [
+        length for rank in range(options.world) for pack in lengths_of(options, rank, WARM_UPS) for length in pack
+    ]
     tokens = sum(lengths)
-    step_s = sorted(found["steps_s"])[len(found["steps_s"]) // 2]
+    step_s, score_s = median(found["steps_s"]), found["score_s"]
     return {
         "rate": tokens / step_s,
         "step_s": step_s,
         "mfu": mfu(train_flops(config, lengths, int(found["num_adapted"])), step_s, options.world),
         "memory_gib": found["peak_gib"],
-        "score_rate": tokens / found["score_s"],
-        "score_mfu": mfu(forward_flops(config, lengths), found["score_s"], options.world),
+        "score_rate": tokens / score_s,
+        "score_mfu": mfu(forward_flops(config, lengths), score_s, options.world),
         "score_gib": found["score_gib"],
         "setup_s": found["setup_s"],
         "checkpoint_mb": found.get("checkpoint_bytes", math.nan) / 1e6,
+        "unequal_rate": tokens / median(found.get("unequal_steps_s", [math.nan])),
+        "unequal_score_rate": tokens / found.get("unequal_score_s", math.nan),
     }
 
 
+def median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
 HEAD = ("backend, shape", "GPUs", "tokens/s", "step ms", "MFU", "peak GiB", "log-prob pass tokens/s", "its MFU",
-        "its memory GiB", "set-up s", "checkpoint MB")  # fmt: skip
+        "its memory GiB", "set-up s", "checkpoint MB", "unequal lengths: tokens/s", "of equal ones",
+        "its log-prob pass of equal")  # fmt: skip
 
 
 def row(name: str, world: int, figures: dict[str, float]) -> tuple[str, ...]:
@@ -344,6 +395,8 @@ def row(name: str, world: int, figures: dict[str, float]) -> tuple[str, ...]:
         name, str(world), number(figures["rate"]), number(figures["step_s"] * 1e3), percent(figures["mfu"]),
         number(figures["memory_gib"]), number(figures["score_rate"]), percent(figures["score_mfu"]),
         number(figures["score_gib"]), number(figures["setup_s"]), number(figures["checkpoint_mb"]),
+        number(figures["unequal_rate"]), percent(figures["unequal_rate"] / figures["rate"]),
+        percent(figures["unequal_score_rate"] / figures["score_rate"]),
     )  # fmt: skip
 
 
@@ -370,6 +423,9 @@ def measure(options: argparse.Namespace) -> None:
         rows.append(row(name, options.world, figures))
         report.say(f"  {', '.join(f'{head} {cell}' for head, cell in zip(HEAD, rows[-1], strict=True))}")
         report.keep(case, {"figures": figures, "found": found})
+        if options.device == "cuda" and "unequal_steps_s" in found:
+            share = figures["unequal_rate"] / figures["rate"]
+            report.goal(f"{case}: tokens/s of unequal lengths, of those of equal ones", share, at_least=GOAL_UNEQUAL)
         for _, name, _, _ in () if rank else GOALS.get(shape, ()):
             lower = name == "memory_gib"
             known = best.get((shape, name))
@@ -378,6 +434,7 @@ def measure(options: argparse.Namespace) -> None:
         if shape == "1.7b" and options.world == 4 and not rank:
             best[shape, "dp4"] = max(best.get((shape, "dp4"), 0.0), figures["rate"])
     packs = f"{options.packs} packs of {options.per_pack} x {options.length} tokens a step on every GPU"
+    packs += "" if options.lengths == "equal" else f", in sequences of {options.lengths} lengths"
     if rows:
         report.table(f"Training, {packs}", HEAD, rows)
     judge(report, options, best)
@@ -408,11 +465,12 @@ def main() -> None:
     args.add_argument("--world", type=int, default=1)
     args.add_argument("--packs", type=int, default=4)
     args.add_argument("--per-pack", type=int, default=16)
-    args.add_argument("--length", type=int, default=1024)
+    args.add_argument("--length", type=int, default=1024, help="of a sequence, or their mean")
+    args.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
     args.add_argument("--steps", type=int, default=5)
     args.add_argument("--limit", type=float, default=100.0, help="seconds a case may take")
     args.add_argument("--checkpoint", action="store_true", help="write one, and say its size")
-    args.add_argument("--profile", action="store_true", help="where a step's time goes; variants (torch)")
+    args.add_argument("--profile", action="store_true", help="where a step's time goes; variants; unequal lengths")
     args.add_argument("--sets", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
     args.add_argument("--backend", default="", help=argparse.SUPPRESS)
     args.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
