@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from myxa.actors.backends.rank_backend import RankSettings
 from myxa.actors.backends.torch_backend.accounting import skips_neutral
@@ -171,6 +172,26 @@ def _scores(policy: Any, samples: Sequence[Sample], parts: Sequence[Sequence[Any
     whole = next("".join(one[1:]) for one in said if one and one[0] == str(replica))
     found = np.frombuffer(bytes.fromhex(whole), np.float32)
     return np.split(found, np.cumsum([len(s) for s in scores])[:-1]) if scores else []
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes a host wait for its device: numbers that are read, and sizes that depend on numbers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of(policy: Any, shard: TrainShard) -> tuple[int, int]:
+    """In a log-prob pass of all micro-batches, and in the norm of the gradients. Collective."""
+    layouts = [micro.layout for part in policy.cut(shard, skips_neutral=False) for micro in part]
+    with Reads() as in_pass:
+        policy.score(layouts)
+    with Reads() as in_norm:
+        policy.gradient_norm()
+    return in_pass.count, in_norm.count
 
 
 def with_scores(shard: TrainShard, scores: Sequence[np.ndarray]) -> TrainShard:

@@ -107,6 +107,7 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             gang_rank.keep(out / "loaded.npz", weights_of(backend))
         result["scores"] = named(shards[0], gang_rank.scored(backend, shards[0].samples))
         result["metrics"] = [backend.train(shards[0], {}).metrics]
+        result["reads"] = gang_rank.reads_of(backend._parts.stepper.policy, shards[0])
         if algo["kind"] == "dpo":
             result["held_out"] = backend.train(gang_rank.held_out(shards[1]), {}).metrics
         if case.get("load") or case.get("optimizer"):

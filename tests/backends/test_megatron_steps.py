@@ -378,6 +378,14 @@ def test_samples_of_our_own_scores_do_not_diverge(num_ranks: int, gangs: Gangs) 
         assert {m[f"train/logprob_diff_abs_{what}"] for m in own for what in ("max", "mean")} == {0.0}, case["name"]
 
 
+def test_the_host_does_not_wait_for_numbers_of_the_device(gangs: Gangs) -> None:
+    """Each wait would leave a GPU idle: one at most for the norm of all gradients, none for each micro-batch."""
+    (alone,) = results(gangs(1), "alone")
+    in_pass, in_norm = alone["reads"]
+    assert in_pass == 0
+    assert in_norm <= 2
+
+
 def test_a_loss_of_the_users_that_fails_is_told_by_all_ranks_and_nobody_updates(gangs: Gangs) -> None:
     out = gangs(4)
     ranks = results(out, "cp2-pp2")

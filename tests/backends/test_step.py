@@ -13,6 +13,7 @@ from tests.backends.gang_rank import (
     close,
     make_shards,
     own_scores,
+    reads_of,
     same,
     save,
     scored,
@@ -52,6 +53,13 @@ def test_the_first_ratio_is_one_to_the_last_bit(backends: Backends, minibatches:
         assert metrics["train/clip_fraction"] == 0.0
     else:
         assert metrics["train/approx_kl"] != 0.0, "later mini-batches have moved on"
+
+
+def test_the_host_does_not_wait_for_numbers_of_the_device(backends: Backends) -> None:
+    """In a log-prob pass and in the norm of gradients: a GPU would be idle meanwhile."""
+    backend, (shard,) = backends(algo={"minibatches": 3, "batch_size": 6}), make_shards(31, minibatches=3)
+    backend.train(shard, {})
+    assert reads_of(backend._parts.stepper.policy, shard) == (0, 0)
 
 
 def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends) -> None:

@@ -32,6 +32,31 @@ class Precision:
     device: torch.device
 
 
+def _one_norm(_: int, __: Any, lists: Sequence[Sequence[Tensor]], ___: bool) -> tuple[Tensor, None]:
+    """float32 [1]: the 2-norm of all numbers of the tensors."""
+    norms = cast("tuple[Tensor, ...]", cast(Any, torch)._foreach_norm(list(lists[0])))
+    return cast(Tensor, cast(Any, torch).linalg.vector_norm(torch.stack(norms))).reshape(1), None
+
+
+def _scale_all(_: int, __: Any, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Into the second tensors: the first ones, which are the same ones here, times the factor."""
+    for target, source in zip(lists[1], lists[0], strict=True):
+        assert target.data_ptr() == source.data_ptr()
+    cast(Any, torch)._foreach_mul_(list(lists[1]), factor)
+
+
+def _one_kernel_for_all() -> None:
+    """Without Transformer Engine and apex megatron-core reads the norm of every gradient back on its own, twice a step:
+    a GPU waits for the host hundreds of times. Theirs stay where they are installed."""
+    clipping, utils = mcore.module("optimizer.clip_grads"), mcore.module("utils")
+    for name, plain, ours in (
+        ("l2_norm_impl", "local_multi_tensor_l2_norm", _one_norm),
+        ("multi_tensor_scale_impl", "local_multi_tensor_scale", _scale_all),
+    ):
+        if getattr(clipping, name, None) is getattr(utils, plain, ours):
+            setattr(clipping, name, ours)
+
+
 def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list[nn.Module]:
     """Data parallelism around every chunk; sets in the pipeline's configuration how gradients are synchronised."""
     config = mcore.module("utils").get_model_config(chunks[0])
@@ -69,6 +94,7 @@ class MegatronOptimizer:
         settings: MegatronSettings,
         precision: Precision,
     ) -> None:
+        _one_kernel_for_all()
         self.chunks = list(chunks)
         self.before_update: Callable[[], None] = _nothing
         self.after_update: Callable[[], None] = _nothing
