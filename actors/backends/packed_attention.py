@@ -68,7 +68,8 @@ class _FlashKernel:
         else:
             q = q * (scale * q.shape[-1] ** 0.5)
         width = v.shape[-1]
-        whole = (x.contiguous() for x in (q, k, pad(v, (0, q.shape[-1] - width))))  # one width for all
+        v = pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v  # one width for all; by 0 it copies
+        whole = (x.contiguous() for x in (q, k, v))
         longest = max(queries.lengths), max(keys.lengths)
         return self._call(*whole, queries.bounds, keys.bounds, *longest, **options)[..., :width]
 

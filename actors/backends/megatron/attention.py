@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
@@ -30,7 +31,7 @@ from ..packed_attention import PackedRows, attend
 from ..torch_backend.tensors import from_array, integers
 from ..vocab_scores import fused
 from . import mcore
-from .batch import zigzag
+from .batch import LENGTHS, zigzag
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,9 @@ class Rotary:
 
     def rotate(self, x_Thd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Heads [T, heads, head_dim] with their leading channels rotated; same shape and dtype."""
-        return _rotated(x_Thd, *tables, self.config.rotary_dim, self.config.is_rope_interleaved)
+        return _rotated_alone(x_Thd, *tables, self.config.rotary_dim, self.config.is_rope_interleaved)
 
 
-@fused
 def _rotated(x_Thd: Tensor, cos: Tensor, sin: Tensor, dim: int, is_interleaved: bool) -> Tensor:
     turning, rest = x_Thd[..., :dim], x_Thd[..., dim:]
     if is_interleaved:
@@ -61,6 +61,9 @@ def _rotated(x_Thd: Tensor, cos: Tensor, sin: Tensor, dim: int, is_interleaved: 
         quarter = torch.cat([-second, first], dim=-1)
     turned = turning * cos + quarter * sin
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+_rotated_alone = fused(_rotated)
 
 
 _PLAN = "myxa_plan"
@@ -130,7 +133,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class VarlenAttention(nn.Module):
-    """Core attention of one layer. Queries [T, heads, d], keys [T, groups, d], values [T, groups, e] ->
+    """Core attention of one layer. Queries [T, heads, d] and keys [T, groups, d], rotated, and values [T, groups, e] ->
     [T, heads * e]."""
 
     rotary: Rotary
@@ -173,15 +176,13 @@ class VarlenAttention(nn.Module):
         if plan is None:
             padded = packed.cu_seqlens_q_padded
             cu_seqlens: Tensor = padded if padded is not None else packed.cu_seqlens_q
-            lengths = integers(cu_seqlens.diff())
+            lengths = getattr(packed, LENGTHS, None) or integers(cu_seqlens.diff())
             with torch.inference_mode(mode=False):  # a pass with gradients may use it after one without
                 plan = plan_attention(lengths, self.rotary, like.dtype, like.device, self._cp.size(), self._cp.rank())
             setattr(packed, _PLAN, plan)
         return plan
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        if not self.rotary.config.kv_lora_rank:  # MLA has rotated what is to be rotated
-            q, k = self.rotary.rotate(q, plan.tables), self.rotary.rotate(k, plan.tables)
         if plan.key_rows is not None:
             both = cast(Tensor, cast(Any, _GatherRows).apply(torch.cat([k, v], dim=-1), self._cp))
             both, width = both.index_select(0, plan.key_rows), k.shape[-1]
@@ -198,6 +199,64 @@ class MegatronRMSNorm(nn.RMSNorm):
         device = None if config.use_cpu_initialization else mcore.default_device()
         cast(Any, super()).__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+class HeadNorm(MegatronRMSNorm):
+    """Of queries or keys. Called, it gives its weight, for `_heads` to apply: only a module that is called has its
+    parameters gathered before (`overlap_param_gather`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        del x
+        return self.weight
+
+
+SelfAttention: Any = mcore.module("transformer.attention").SelfAttention
+
+
+class PackedSelfAttention(SelfAttention):
+    """megatron-core's, where all that lies between the projection and core attention is one function: heads are cut
+    out, normalised and rotated."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)  # pyright: ignore[reportUnknownMemberType]
+        own, model = cast(Any, self), cast(Any, self).core_attention.rotary.config
+        groups, width = int(own.num_query_groups_per_partition), int(own.hidden_size_per_attention_head)
+        # What a module holds is compiled in; numbers that come with a call are not.
+        self.cut = (groups, int(own.num_attention_heads_per_partition) // groups * width, width)
+        self.turn = (model.rotary_dim, model.is_rope_interleaved)
+        self.eps = float(config.layernorm_epsilon)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+        """As megatron-core's."""
+        self._sequences = packed_seq_params
+        base: Any = super()
+        return base.forward(*args, packed_seq_params=packed_seq_params, **options)
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Of hidden states [T, 1, hidden]: queries [T, 1, heads, d], keys and values [T, 1, groups, d]."""
+        own = cast(Any, self)
+        mixed = cast(Tensor, own.linear_qkv(hidden_states)[0])
+        norms = (own.q_layernorm, own.k_layernorm)  # or parts that do nothing
+        weights = tuple(norm(mixed) if isinstance(norm, HeadNorm) else None for norm in norms)
+        return _heads(mixed, self, weights, own.core_attention.plan_of(self._sequences, mixed).tables)
+
+
+@fused
+def _heads(
+    mixed_T1w: Tensor,
+    layer: PackedSelfAttention,
+    weights: tuple[Tensor | None, ...],
+    tables: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, query_width, width = layer.cut
+    each = cast(Any, mixed_T1w).unflatten(-1, (groups, query_width + 2 * width))
+    parts = cast("tuple[Tensor, ...]", each.split([query_width, width, width], dim=-1))
+    q, k = parts[0].reshape(*mixed_T1w.shape[:2], -1, width), parts[1]
+    turned: list[Tensor] = []
+    for x, weight in zip((q, k), weights, strict=True):
+        normed = x if weight is None else rms_norm(x, (width,), weight, layer.eps)
+        turned.append(_rotated(normed.squeeze(1), *tables, *layer.turn).unsqueeze(1))
+    return turned[0], turned[1], parts[2]
 
 
 _mappings = mcore.module("tensor_parallel.mappings")

@@ -32,6 +32,9 @@ from ..torch_backend.tensors import from_array
 from ..vocab_scores import Temperature
 from . import mcore
 
+LENGTHS = "myxa_lengths"
+"""Attribute of a micro-batch's PackedSeqParams: lengths of its padded sequences, so that no pass asks the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackCutting:
@@ -191,7 +194,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device) -> Any:
     bounds = from_array(starts.astype(np.int32)).to(device)
-    return mcore.module("packed_seq_params").PackedSeqParams(
+    packed = mcore.module("packed_seq_params").PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -200,3 +203,5 @@ def _sequences(starts: npt.NDArray[np.int64], longest: int, device: torch.device
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    setattr(packed, LENGTHS, tuple(np.diff(starts).tolist()))
+    return packed

@@ -34,7 +34,7 @@ from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
 from . import mcore
-from .attention import LatentAttention, MegatronRMSNorm, VarlenAttention
+from .attention import HeadNorm, LatentAttention, MegatronRMSNorm, PackedSelfAttention, VarlenAttention
 from .layout import ParallelLayout
 from .verbatim import check_table
 
@@ -181,7 +181,6 @@ def _cut(layout: ParallelLayout) -> dict[str, Any]:
 
 def _numerics(precision: torch.dtype, layout: ParallelLayout) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
-    fuses = on_gpu and precision != torch.float32
     return {
         "params_dtype": precision,
         "pipeline_dtype": precision,
@@ -193,8 +192,8 @@ def _numerics(precision: torch.dtype, layout: ParallelLayout) -> dict[str, Any]:
         "perform_initialization": True,  # False would also skip the marks by which gradient norms count shards once
         "deallocate_pipeline_outputs": layout.pp > 1,
         "transformer_impl": "local",
-        "bias_activation_fusion": fuses,  # torch.compile
-        "bias_dropout_fusion": fuses,
+        "bias_activation_fusion": on_gpu and precision != torch.float32,  # torch.compile
+        "bias_dropout_fusion": False,  # of an addition alone: there are neither biases nor dropout
         # These need apex or Transformer Engine.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -294,14 +293,14 @@ def decoder_spec(config: ModelConfig, settings: Any, *, virtual_stage: int | Non
 def _equip(config: ModelConfig, settings: Any, parts: Any) -> None:
     attention = mcore.submodules_of(parts.self_attention)
     attention.core_attention = VarlenAttention.of(config)
-    if config.kv_lora_rank:
-        parts.self_attention = mcore.module("transformer.spec_utils").ModuleSpec(LatentAttention, submodules=attention)
+    kind = LatentAttention if config.kv_lora_rank else PackedSelfAttention
+    parts.self_attention = mcore.module("transformer.spec_utils").ModuleSpec(kind, submodules=attention)
     mlp = mcore.submodules_of(parts.mlp)
     if hasattr(mlp, "experts"):
         mlp.experts = _experts_spec()
     parts.input_layernorm = parts.pre_mlp_layernorm = MegatronRMSNorm
     if settings.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
     if config.has_post_norms:
         attention.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
 
