@@ -131,6 +131,24 @@ def test_steps_of_verl_are_read_from_what_it_prints_and_told(
     assert json.loads((out / "gpu.json").read_text())["peer_verl"]["shipped"]["at_s"][0] == 104.0
 
 
+@pytest.mark.parametrize(("case", "staleness"), [("myxa_sync", 0), ("myxa_async", 2)])
+def test_myxa_learns_beside_verl_with_a_server_of_its_own(
+    bench: Callable[[str], ModuleType], tmp_path: Path, case: str, staleness: int
+) -> None:
+    runs, learn = bench("trial_runs"), bench("verl_learn")
+    choice = runs.Choice(is_cpu=False, engine="launched", backend="torch", two_gpus=False, channel="")
+    runs.stage(tmp_path, "learn_colocated.toml", launches=choice.launches)
+    options = argparse.Namespace(seed=0, steps=100, reward=0.9)
+    config = load_config([tmp_path / "learn_colocated.toml"], learn.myxa_sets(case, options, choice))
+    assert config.sglang
+    assert config.asynchrony.max_staleness == staleness
+    assert config.algo.batch_size == learn.PROMPTS_A_STEP
+    assert config.rollout.max_new_tokens == learn.LONGEST
+    assert config.engine.context_length == learn.CONTEXT
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.rollout.num_samples == bench("verl_step").GROUP
+
+
 def test_what_both_learnt_is_told_up_to_the_reward_that_was_asked_for(bench: Callable[[str], ModuleType]) -> None:
     verl, learn = bench("verl_step"), bench("verl_learn")
     before = verl.read_step(
