@@ -223,14 +223,14 @@ def _subreaper() -> list[str]:
     return [sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0"]
 
 
-def _confined(job: Job, user: int, channel: int) -> list[str]:
+def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list[str]:
     """The command with its limits, as that user, without a way to more rights."""
     limits, python = job.limits, os.path.realpath(sys.executable)  # the real one needs no virtual environment
-    num_others = _num_tasks(user) if limits.num_processes else 0
+    num_others = 2 if has_namespaces else _num_tasks(user)  # that the kernel counts too; in namespaces since Linux 5.14
     wanted = {
         "as": int(limits.memory_gb * 2**30),
         "cpu": int(limits.cpu_s + 0.999),
-        "nproc": limits.num_processes + num_others,
+        "nproc": limits.num_processes and limits.num_processes + num_others,
         "fsize": MAX_FILE_BYTES,
         "nofile": MAX_FILES,
     }
@@ -241,13 +241,11 @@ def _confined(job: Job, user: int, channel: int) -> list[str]:
         words += [f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"] if value else []
     words += [_program("setpriv") or "setpriv", "--no-new-privs"]
     words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
+    words += ["--bounding-set=-all", "--inh-caps=-all"] if not (os.getuid() or has_namespaces) else []
     return [*words, _program("env") or "env", "-C", job.folder or str(job.scratch), *job.command]
 
 
 def _num_tasks(user: int) -> int:
-    """Of the user, which the kernel counts; in namespaces, since Linux 5.14, only those there."""
-    if not namespaces_trouble():
-        return 2
     found = 0
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended
@@ -276,8 +274,9 @@ class RlimitsSandbox(ProcessSandbox):
         return user
 
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
-        prefix = _subreaper() if namespaces_trouble() else _bubble(job, user)
-        return [*prefix, *_confined(job, user, channel)]
+        has_namespaces = not namespaces_trouble()
+        prefix = _bubble(job, user) if has_namespaces else _subreaper()
+        return [*prefix, *_confined(job, user, channel, has_namespaces=has_namespaces)]
 
 
 def _bubble(job: Job, user: int) -> list[str]:
@@ -298,8 +297,17 @@ def _bubble(job: Job, user: int) -> list[str]:
     for folder in (scratch, "/dev/shm") if job.scratch_mb else ():
         words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", folder]
     words += [] if job.scratch_mb else ["--bind", scratch, "/dev/shm"]
-    words += ["--remount-ro", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
-    return [*words, "--remount-ro", "/", "--"]
+    return [*words, "--remount-ro", "/dev", *_proc(), "--remount-ro", "/", "--"]
+
+
+@functools.cache
+def _proc() -> tuple[str, ...]:
+    """Of the new processes, read-only: its settings are root's to write. A container may hide parts of /proc, and then
+    there can be no other."""
+    words = ("--proc", "/proc", "--remount-ro", "/proc")
+    more = ("--unshare-user",) if os.getuid() else ()
+    trial = [_program("bwrap") or "bwrap", *more, "--unshare-pid", "--ro-bind", "/", "/", *words, "true"]
+    return ("--dir", "/proc") if _tried(trial) else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +422,7 @@ def namespaces_trouble() -> str:
     """Why bubblewrap can make no namespaces for this user. Empty: it can."""
     with locked_scratch("trial") as made:
         job = Job(command=("true",), scratch=Path(made.name))
-        return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1)])
+        return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1, has_namespaces=True)])
 
 
 def _program(name: str) -> str:
