@@ -593,7 +593,6 @@ def check_function(name: str, expected: Expected, args: Iterable[str]) -> None:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return
         tree = ast.parse(path.read_bytes(), filename=str(path))
-        compile(tree, str(path), "exec")
     except SyntaxError as error:
         cause, place = f"{type(error).__name__}: {error.msg}", f"{path}:{error.lineno}"
         raise import_raised(key, where, cause, place) from error
@@ -624,13 +623,19 @@ def _check_signature(name: str, node: ast.stmt, expected: Expected, args: Iterab
 
 
 def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
-    """Without annotations, and with None for each default, so that nothing of the file's is run. `num_own`: parameters
-    that Python fills itself."""
-    nothing = ast.Constant(None)
-    for one in (one for one in ast.walk(args) if isinstance(one, ast.arg)):
-        one.annotation = None
-    args.defaults = [nothing for _ in args.defaults]
-    args.kw_defaults = [default and nothing for default in args.kw_defaults]
-    bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, nothing)))
-    found = inspect.signature(eval(compile(bare, "arguments", "eval")))  # noqa: S307 -- see above
-    return found.replace(parameters=tuple(found.parameters.values())[num_own:])
+    """Without annotations, and with None for each default. `num_own`: parameters that Python fills itself."""
+    kinds = inspect.Parameter
+    plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    num_needed = len(plain) - len(args.defaults)
+    found = [
+        kinds(arg.arg, kind, default=kinds.empty if place < num_needed else None)
+        for place, (arg, kind) in enumerate(plain)
+    ]
+    found += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    found += [
+        kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    found += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(found[num_own:])
