@@ -247,7 +247,7 @@ async def test_labels_that_are_no_tests_are_the_rows_fault(label: Any, words: st
         ({"seconds": 5.0, "total_seconds": 1.0}, "total_seconds"),
         ({"second": 5.0}, "seconds"),
         ({"total_seconds": float("inf")}, "finite"),
-        ({"memory_gb": float("nan")}, "finite"),
+        ({"memory_gb": float("inf")}, "finite"),
     ],
 )
 def test_arguments_are_checked(args: dict[str, Any], words: str) -> None:
