@@ -11,6 +11,7 @@ import torch
 import transformers
 from tests.backends.gang_rank import make_backend, make_shards, token_ids
 
+from myxa.actors.backends.torch_backend.critic import ValueModel
 from myxa.actors.backends.torch_backend.layout import plan_layout
 from myxa.actors.backends.torch_backend.model import CausalLM, load_weights
 from myxa.actors.backends.torch_backend.parallel import TorchModel
@@ -179,17 +180,21 @@ def test_bfloat16_stays_near_float32_and_keeps_float32_masters(model: Path) -> N
                for p in coarse.parameters())  # fmt: skip
 
 
-def test_warming_up_covers_both_layouts_and_changes_nothing(model: Path) -> None:
-    module = load(model)
+@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
+def test_warming_up_covers_both_layouts_and_changes_nothing(model: Path, is_critic: bool) -> None:
+    module = ValueModel(read_config(model)) if is_critic else load(model)
+    for weight in module.parameters() if is_critic else ():
+        torch.nn.init.constant_(weight, 0.01)
     trained = TorchModel(
         module, World(0, 1, torch.device("cpu"), None), "ddp", vocab_size=260, linear_cost=SHARING, packs_rows=True
     )
     trained.make_optimizer(OptimizerConfig(), None)
     before = {name: weight.clone() for name, weight in module.state_dict().items()}
-    seen: list[bool] = []
-    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].is_in_order))
-    trained.warm_up()
-    assert set(seen) == {True, False}
+    seen: list[tuple[bool, int]] = []
+    module.register_forward_pre_hook(lambda _, args: seen.append((args[0].is_in_order, args[0].num_tokens)))
+    trained.warm_up(num_tokens=1000)
+    assert {is_in_order for is_in_order, _ in seen} == {True, False}
+    assert all(700 < num_tokens <= 1000 for _, num_tokens in seen)
     assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
     assert all(p.grad is None for p in module.parameters())
     assert trained.optimizer.num_updates == 0

@@ -32,6 +32,9 @@ from .parallel import Replica, TorchModel
 from .tensors import DTYPE_OF, whole_tensor
 from .world import World
 
+WARM_UP_TOKENS = 8192
+"""Beyond as many tokens the compiler chooses no other kernels."""
+
 
 class TorchBackend(RankBackend[RankSettings]):
     """One trainer rank."""
@@ -77,7 +80,7 @@ class TorchBackend(RankBackend[RankSettings]):
             for model in trained:
                 model.make_optimizer(config.optimizer, self._offload)
                 if device.type == "cuda" and config.trainer.impl == "own" and self._offload is None:
-                    model.warm_up()
+                    model.warm_up(min(config.trainer.max_tokens_per_microbatch, WARM_UP_TOKENS))
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 

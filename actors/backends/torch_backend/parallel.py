@@ -198,12 +198,23 @@ class TorchModel(Replica, TrainedModel):
             loss = loss_of(number, self.module(layout, needs_entropy_grad))
             backward(loss * self._loss_scale)
 
-    def warm_up(self) -> None:
+    def warm_up(self, num_tokens: int) -> None:
         """Have compiled what a GPU runs compiled (`fused`), for tokens that lie in order and for such that are moved,
-        while engines start: the first step would wait 10 to 30 s for it. Leaves all as it was. Collective."""
-        layouts = self.layouts(_stand_ins(), ((0, 1), (2, 3, 4)))
+        while engines start: the first step would wait 10 to 30 s for it. Leaves all as it was. Collective.
+
+        `num_tokens`: of a micro-batch, about. The compiler chooses by the sizes that it sees first how sums are split,
+        and compiles anew where it has bound itself to small ones.
+        """
+        copies = max(1, num_tokens // sum(16 + length for _, length in _STAND_INS[2:]))
+        samples = [sample for copy in range(copies) for sample in _stand_ins(copy)]
+        every = range(0, len(samples), len(_STAND_INS))
+        layouts = self.layouts(samples, [[at + k for at in every for k in members] for members in ((0, 1), (2, 3, 4))])
         self.score(layouts)
-        self.train(layouts, lambda _, scores: scores.logprobs_M.sum(), needs_entropy_grad=False, replays=False)
+
+        def total(_: int, said: Any) -> Tensor:
+            return cast(Tensor, said if isinstance(said, Tensor) else said.logprobs_M).sum()  # values, or scores
+
+        self.train(layouts, total, needs_entropy_grad=False, replays=False)
         self.optimizer.forget_gradients()
 
     def gradient_norm(self) -> Tensor:
@@ -249,16 +260,20 @@ class TorchModel(Replica, TrainedModel):
         yield bucket
 
 
-def _stand_ins() -> list[TrainSample]:
-    """Answers of unequal lengths, two of them to one prompt."""
-    shapes = ((0, 24), (1, 40), (2, 24), (2, 40), (3, 9))
+_STAND_INS = ((0, 24), (1, 40), (2, 24), (2, 40), (3, 9))
+"""Number of the prompt, and tokens of the answer: of unequal lengths, two of them to one prompt."""
+
+
+def _stand_ins(copy: int) -> list[TrainSample]:
+    """Prompts of each copy are others."""
+    prompts = [np.array([*divmod(copy, 64), *[number] * (14 + number)], np.int32) for number in range(4)]
     return [
         TrainSample(
-            group_id=prompt, index=number, prompt_ids=np.full(16 + prompt, prompt, np.int32),
+            group_id=prompt, index=number, prompt_ids=prompts[prompt],
             response_ids=np.ones(length, np.int32), logprobs=np.zeros(length, np.float32),
             loss_mask=np.ones(length, np.uint8), versions=np.zeros(length, np.int32), finish="stop", advantage=1.0,
         )
-        for number, (prompt, length) in enumerate(shapes)
+        for number, (prompt, length) in enumerate(_STAND_INS)
     ]  # fmt: skip
 
 
