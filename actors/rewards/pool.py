@@ -128,7 +128,19 @@ class _Worker(SharedLoop["_Call"]):
             prepare()
 
     def take(self, message: Judge) -> None:
-        self.calls[message.call] = _Call(self, message)
+        """A plain function holds the loop anyway: no task is made for a call that may take a microsecond."""
+        if self.reward.is_async:
+            self.calls[message.call] = _Call(self, message)
+            return
+        began_s, cause = time.monotonic(), ""
+        outcomes: Outcomes = ()
+        try:
+            call_reward(self.reward, message.answers).send(None)
+        except StopIteration as end:
+            outcomes = end.value
+        except CallFailed as failed:
+            cause = str(failed)
+        self.put(Replied(call=message.call, outcomes=outcomes, cause=cause, lasted_s=time.monotonic() - began_s))
 
 
 class _Call(UserCall):
