@@ -245,10 +245,10 @@ class TelemetryBuffer:
             point = MetricPoint(source=source or self.source, step=step, wall_s=self.clock.wall(), values=finite)
             self._append("metrics", point)
 
-    def event(self, kind: str, text: str, **data: Any) -> None:
+    def event(self, kind: str, text: str, *, source: str = "", **data: Any) -> None:
         """Something a person may want to know. `data` must be JSON types."""
         now = self.clock.wall()
-        event = Event(source=self.source, wall_s=now, kind=kind, text=text[:_MAX_TEXT], data=data)
+        event = Event(source=source or self.source, wall_s=now, kind=kind, text=text[:_MAX_TEXT], data=data)
         self._append("events", event)
 
     def span(

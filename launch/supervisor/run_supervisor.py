@@ -19,10 +19,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ...actors.contracts import CoordinatorContract, MonitorContract, RolloutContract
+from ...actors.telemetry import report_forever
+from ...core.activity import TelemetryBuffer
 from ...core.actor import PeerEvent
 from ...core.config import RunConfig
 from ...core.errors import (
-    CallError,
     ConfigError,
     DeadlineExceeded,
     LaunchError,
@@ -32,7 +33,6 @@ from ...core.errors import (
     PeerDied,
     raised_as,
 )
-from ...core.messages import Event, Telemetry
 from ...core.refs import with_deadline
 from ...core.supervision import (
     ALIVE,
@@ -142,6 +142,9 @@ class RunSupervisor(SupervisorContract):
 
     async def on_start(self) -> None:
         self.ctx.watch("")
+        self._telemetry = TelemetryBuffer("launcher", self.ctx.clock)
+        reporting = report_forever(self._telemetry, self.ctx.ref(MonitorContract, "monitor").telemetry)
+        self.ctx.spawn(reporting, name="telemetry")
         self.ctx.spawn(self._watch_silence(), name="watch silence")
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -153,7 +156,7 @@ class RunSupervisor(SupervisorContract):
     def _on_actor(self, event: PeerEvent) -> None:
         if event.kind in ("suspect", "hung", "recovered"):
             self.ctx.log.warning("%s: %s (%s)", event.name, event.kind, event.reason or "it answers again")
-            self.ctx.spawn(self._publish_health(event), name=f"health of {event.name}")
+            self._tell_health(event)
             self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
         elif event.kind == "down":
             # Checked here and not in the task: the state may change before the task begins.
@@ -165,19 +168,10 @@ class RunSupervisor(SupervisorContract):
             self.actors[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
 
-    async def _publish_health(self, event: PeerEvent) -> None:
-        """To the monitor, for events.jsonl, the live view and the report. An absent monitor misses the entry."""
-        entry = Event(
-            source=event.name,
-            wall_s=self.ctx.clock.wall(),
-            kind=f"actor-{event.kind}",
-            text=f"{event.name} (epoch {event.epoch}): {event.reason}",
-            data={"epoch": event.epoch},
-        )
-        try:
-            await self.ctx.ref(MonitorContract, "monitor").telemetry(Telemetry(events=(entry,)))
-        except CallError as error:
-            self.ctx.log.info("the monitor did not learn that %s is %s: %s", event.name, event.kind, error)
+    def _tell_health(self, event: PeerEvent) -> None:
+        """The monitor, for events.jsonl, the live view and the report; one that is away gets it when it is back."""
+        text = f"{event.name} (epoch {event.epoch}): {event.reason}"
+        self._telemetry.event(f"actor-{event.kind}", text, source=event.name, epoch=event.epoch)
 
     async def _end_after_grace(self, event: PeerEvent, attempt: int) -> None:
         """Its incarnation is over: a process that does not exit is ended, since it is in the way of the next one."""

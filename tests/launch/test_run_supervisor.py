@@ -13,8 +13,10 @@ import pytest
 from tests.simulation.simulator import Sim, run
 
 from myxa import __version__
+from myxa.actors.contracts import MonitorContract
 from myxa.core.actor import FAILED, Actor, PeerEvent
 from myxa.core.errors import ConfigError, LaunchError
+from myxa.core.messages import Telemetry
 from myxa.core.timeouts import LauncherTimeouts
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
 from myxa.launch.contracts import (
@@ -245,6 +247,26 @@ async def test_the_ranks_of_an_attempt_meet_at_one_port_of_the_node_of_rank_0(st
 @on_stage(rollout(0), *trainers(0, 0))
 async def test_ranks_on_one_node_meet_on_loopback(stage: Stage) -> None:
     assert stage.hands[0].meetings["trainer/1", 0].address == "127.0.0.1"
+
+
+class Listener(MonitorContract):
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    async def telemetry(self, bundle: Telemetry) -> None:
+        self.heard += [(event.kind, event.source) for event in bundle.events]
+
+
+@on_stage(rollout(0))
+async def test_a_monitor_that_was_away_hears_who_hung_meanwhile(stage: Stage) -> None:
+    for kind in ("suspect", "hung", "recovered"):
+        event = PeerEvent(kind, "rollout/0", 1, "it does not answer")
+        await stage.on_0(lambda event=event: stage.supervisor.on_peer(event))
+        await asyncio.sleep(3)
+    monitor = Listener()
+    await stage.on_0(lambda: stage.hands[0].node.start(monitor, "monitor"))
+    await asyncio.sleep(15)
+    assert monitor.heard == [(f"actor-{kind}", "rollout/0") for kind in ("suspect", "hung", "recovered")]
 
 
 # -- processes that do not come, or do not go --------------------------------------------------------------------------
