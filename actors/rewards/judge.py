@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -36,6 +36,8 @@ Chat = Callable[[str, float, int], Awaitable[tuple[str | None, int]]]
 for what may be over soon, CallFailed."""
 FIELD = re.compile(r"\{(" + "|".join(JUDGE_FIELDS) + r")\}")
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)", re.ASCII)
+GOES_ON = re.compile(r"[.,]?\d|[eE][-+]?\d|\s*%|\s*(?:/|(?:out )?of)\s*(?P<high>\d+(?:\.\d+)?)", re.ASCII)
+"""Behind a number: it is no score, but for one of the highest: 8/10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,10 @@ def score_in(text: str, of: JudgeSettings) -> float | None:
     if of.json_field:
         found = _field_of_last_object(text, of.json_field)
     else:
-        matches = re.findall(of.pattern, text)
-        found = matches[-1] if matches else None
+        last = deque(re.finditer(of.pattern, text), maxlen=1)
+        found = last[0][1] if last else None
+        if last and not of.scores and not _is_whole(text, last[0], of.high):
+            return None
     if found is None or isinstance(found, list | dict):
         return None
     said = (json.dumps(found) if isinstance(found, bool) else str(cast("object", found))).strip()
@@ -174,6 +178,14 @@ def score_in(text: str, of: JudgeSettings) -> float | None:
     if not NUMBER.fullmatch(said) or not of.low <= float(said) <= of.high:
         return None
     return (float(said) - of.low) / (of.high - of.low)
+
+
+def _is_whole(text: str, match: re.Match[str], high: float) -> bool:
+    """Whether the number that was found is all of it."""
+    behind = GOES_ON.match(text, match.end(1))
+    return not text[: match.start(1)].endswith((".", "\u2212", "\u2013")) and (
+        behind is None or (behind["high"] is not None and float(behind["high"]) == high)
+    )
 
 
 def _field_of_last_object(text: str, name: str) -> object:

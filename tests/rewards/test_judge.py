@@ -189,6 +189,8 @@ async def test_only_so_many_requests_are_under_way() -> None:
 
 @pytest.mark.parametrize(("text", "settings", "score"), [
     ("Score: 0.25", {}, 0.25), ("**Score**: 1", {}, 1.0), ("score 0", {}, 0.0), ("Score: -1", {}, None),
+    *((f"Score: {said}", {}, None) for said in ("1/10", "1 / 5", "1 out of 10", "1 of 3", "0,8", "1%", "1e-1", ".5", "\u22121", "1.0.0")),
+    *((f"Score: {said}", {}, 0.5) for said in ("0.5/1", "0.5 out of 1.0", "0.5.", "0.5, of which", "**0.5**", "0.5 (of 3 points)")),
     ("Score: 1\nScore: 0.5", {}, 0.5), ("<think>Score: 1</think>Score: 0", {}, 0.0), ("<think>Score: 1", {}, None),
     ("8/10", {"pattern": r"(\d+)/10", "high": 10.0}, 0.8), ("-1", {"pattern": "(.+)", "low": -1.0}, 0.0),
     ("Score: nan", {"pattern": "Score: (.*)"}, None), ("Score: ١", {"pattern": "Score: (.*)"}, None),
