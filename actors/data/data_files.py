@@ -68,7 +68,7 @@ def needs_pyarrow(path: str) -> bool:
     """Whether a name says that such files are read. Those that are not there need nothing."""
     try:
         files = files_of(path, "")
-    except ConfigError:
+    except (ConfigError, DataError):
         files = (path,)
     return any(file.endswith((*SUFFIXES[3:], ".zst")) for file in files)
 

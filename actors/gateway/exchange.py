@@ -65,6 +65,20 @@ class Exchange(ABC):
         """The body of a refusal; as an event, if the stream has begun."""
 
 
+class OpenAiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of OpenAI's requests without effect on what is drawn."""
+
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
 STATUS: Mapping[str, int] = {
     "invalid": 400,
     "auth": 401,

@@ -12,6 +12,7 @@ from .exchange import (
     MAX_CHOICES,
     MODEL,
     Exchange,
+    OpenAiBody,
     call_table,
     check_tool_choice,
     checked_messages,
@@ -37,7 +38,7 @@ def openai_fault(fault: RequestFault) -> dict[str, Any]:
     return {"error": {"message": fault.text, "type": kind, "param": fault.param, "code": _CODES.get(fault.kind)}}
 
 
-class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     model: str = MODEL
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -52,15 +53,6 @@ class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     n: int | None = None
     logit_bias: dict[str, float] | None = None
-    # without effect on what is drawn
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
 
     def sampling(self, max_tokens: int | None) -> dict[str, Any]:
         """Raises RequestFault."""
@@ -127,7 +119,6 @@ class ChatBody(_Shared, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
 

@@ -11,6 +11,7 @@ from ...core.samples import Message
 from .exchange import (
     MODEL,
     Exchange,
+    OpenAiBody,
     call_table,
     check_tool_choice,
     checked_messages,
@@ -63,7 +64,7 @@ class TextSettings(msgspec.Struct):
     verbosity: Any = None
 
 
-class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     """What a client sends."""
 
     model: str = MODEL
@@ -79,18 +80,9 @@ class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     text: TextSettings | None = None
     # without effect on what is drawn
     stream_options: Any = None
-    metadata: Any = None
-    store: Any = None
-    user: Any = None
-    parallel_tool_calls: Any = None
     truncation: Any = None
     include: Any = None
     reasoning: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
 
 
 def read_items(items: str | Sequence[InputItem]) -> list[Message]:
