@@ -147,7 +147,7 @@ declare -A arguments=(
   [lora_rollout]="--engine attach --backend $backend"
   [topologies]=""
   [facts]="" [rollout]="" [train]="--cases $backend:0.6b,$backend:1.7b" [train4]="--part train4 --world 4 --cases $backend:1.7b"
-  [train_profile]="--part train_profile --profile --steps 2 --limit 118 --cases torch:0.6b,torch:1.7b,megatron:0.6b"
+  [train_profile]="--part train_profile --profile --steps 2 --limit 108 --cases torch:0.6b,torch:1.7b,megatron:0.6b"
   [lora]="--part lora --checkpoint --limit 130 --cases torch:0.6b:16,torch:0.6b,megatron:0.6b:16,megatron:0.6b,torch:1.7b:16,torch:1.7b"
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"

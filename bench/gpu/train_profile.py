@@ -269,25 +269,39 @@ def cast_once(self: parallel.Replica, layouts: Sequence[Any]) -> list[Any]:
 Patches = list[tuple[Any, str, Any]]
 
 
-def variants_of(backend: str) -> dict[str, Patches]:
-    """By name; a later one may hold earlier ones."""
+def variants_of(backend: str, *, is_large: bool) -> dict[str, Patches]:
+    """By name; a later one holds earlier ones, where it says so. Of a large model the one that matters."""
     no_cache: Patches = [(inductor_config, "force_disable_caches", True)]
     names = ("_measured", "_turn_to_gradient")
     head: Patches = [(vocab_scores, name, rows_vary(getattr(vocab_scores, name))) for name in names]
     if backend == "megatron":
-        from myxa.actors.backends.megatron import schedule
+        from myxa.actors.backends.megatron import attention, schedule
+
+        def normed(self: Any, x: Tensor) -> Tensor:
+            return _normed(x, self)
 
         kept = (schedule, "score_rows", partial(vocab_scores.score_rows, keeps_logits=True))
-        return {"logits kept": [kept], "logits kept, head compiled for its vocabulary": [kept, *head, *no_cache]}
+        norms = (attention.MegatronRMSNorm, "forward", normed)
+        return {
+            "logits kept": [kept],
+            "and norms of the stream compiled": [kept, norms],
+            "and head compiled for its vocabulary": [kept, norms, *head, *no_cache],
+        }
+    both: Patches = [*head, (parallel.Replica, "score", cast_once), *no_cache]
+    if is_large:
+        return {"head compiled for its vocabulary, weights cast once for a log-prob pass": both}
     whole = [(vocab_scores, name) for name in names] + [(model, "_before_attention"), (model, "_after_attention")]
     again: Patches = [(owner, name, vocab_scores.fused(anew(getattr(owner, name)))) for owner, name in whole]
-    once: Patches = [(parallel.Replica, "score", cast_once)]
     return {
         "head compiled for its vocabulary": [*head, *no_cache],
-        "weights cast once for a log-prob pass": once,
-        "both": [*head, *once],
-        "all compiled at this size": [*again, *no_cache],
+        "and weights cast once for a log-prob pass": both,
+        "all compiled anew, at this size": [*again, *no_cache],
     }
+
+
+@vocab_scores.fused
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,8 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
             f"- largest difference of a log-prob between the log-prob pass and the training pass: {difference:g}"
         )
         del live_M
-    told.run(work, options.folder / "trace.json", told.variants_of(options.backend))
+    variants = told.variants_of(options.backend, is_large=config.hidden_size > 1024)
+    told.run(work, options.folder / "trace.json", variants)
     if not work.is_over():
         told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
     report.keep("status", 0)
