@@ -352,7 +352,7 @@ class Adopter:
                 limit_s = self.limits.commit_by(instruction.manifest.channel)
                 ack = await self._watched(name, limit_s, with_deadline(engine, limit_s).commit_weights(version))
         except Draining:
-            self.adoption.fenced(name, epoch)  # its end is told when it has come
+            self.adoption.fenced(name, epoch)  # it tells its end itself
             return
         except (NoSuchActor, PeerDied) as err:
             self.gone(name, epoch, f"during {phase} of version {version}: {err.message}")
@@ -372,7 +372,7 @@ class Adopter:
             self.fence(name, epoch, f"{phase} of version {version} refused: {ack.reason}")
 
     def gone(self, name: str, epoch: int, reason: str) -> None:
-        """That incarnation has ended, or an earlier one: told once, whoever notices it first."""
+        """That incarnation has ended, or an earlier one. The event comes once, however many notice it."""
         if self.adoption.gone(name, epoch):
             self.report.tell("engine-gone", f"{name} (epoch {epoch}): {reason}")
 

@@ -203,7 +203,7 @@ class TorchModel(Replica, TrainedModel):
         while engines start: the first step would wait 10 to 30 s for it. Leaves all as it was. Collective.
 
         `num_tokens`: of a micro-batch, about. The compiler chooses by the sizes that it sees first how sums are split,
-        and compiles anew where it has bound itself to small ones.
+        and compiles again where it has bound itself to small ones.
         """
         copies = max(1, num_tokens // sum(16 + length for _, length in _STAND_INS[2:]))
         samples = [sample for copy in range(copies) for sample in _stand_ins(copy)]
