@@ -276,13 +276,11 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
     place = f"trainer.resume={toml_value(str(point.place))}"
     text, torn = config_of(run_dir.path)
     origin, lost = RunOrigin.found(run_dir.path)
-    for said in filter(None, (torn, lost)):
-        print(said, flush=True)
     config = load_config(run_dir.config, [*options.overrides, place], text=text)
     if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
         raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
-    for text in point.passed_over:
-        print(f"passed over: {text}", flush=True)
+    for said in (torn, lost, *(f"passed over: {one}" for one in point.passed_over)):
+        print(said, end="\n" if said else "", flush=True)
     print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
     own = {"program": origin.program, "run_dir": run_dir, "prepare": lambda: begin_next_life(run_dir, point, text)}
     ending = launch(config, launch_options(options, **own, **where))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.survival.checkpoint_maker import RunOnDisk, make_checkpoint
+from tests.survival.checkpoint_maker import RunOnDisk, halve, make_checkpoint
 
 from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.core.config import RunConfig, dump_config, load_config
@@ -68,6 +68,19 @@ def test_other_nodes_leave_checkpoints_and_ledger_to_node_0(
     assert first is not None and first.trainer.resume == str(run.place(4))
     assert with_start(first, of_node_0) == first, "what the command chose is not chosen again"
     assert (second, of_node_1.run_dir, of_node_1.prepare) == (None, None, None)
+
+
+def test_a_checkpoint_that_was_passed_over_does_not_replace_the_run_file(
+    run: RunOnDisk, launches: Launches, capsys: pytest.CaptureFixture[str]
+):
+    halve(run.place(4) / "rank-00001.safetensors")
+    before = (run.path / "config.toml").read_text()
+    assert main(["resume", str(run.path)]) == 0
+    assert "version_00000004" in capsys.readouterr().out
+    ((_, options),) = launches
+    assert options.prepare is not None
+    options.prepare()
+    assert (run.path / "config.toml").read_text() == before
 
 
 def test_a_scheduler_says_who_is_who_once_several_are_meant(
