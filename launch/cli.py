@@ -123,8 +123,6 @@ def _run(arguments: list[str]) -> int:
         from .checks.node import TORCH_REMEDY
 
         return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         return _tell(_of_a_file(error), is_json=is_json)
 

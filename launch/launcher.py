@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,15 +31,7 @@ from ..core.errors import CallError, LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
-from .contracts import (
-    SUPERVISOR,
-    AgentContract,
-    EnlistReply,
-    NodeFacts,
-    RunDescription,
-    SupervisorContract,
-    agent_name,
-)
+from .contracts import SUPERVISOR, AgentContract, EnlistReply, NodeFacts, RunDescription, SupervisorContract, agent_name
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
@@ -124,14 +116,14 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
         from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
 
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
-            ready = await _made_ready(config, actors, options, rendezvous, stack)
-            run_dir, frozen, config = ready.run_dir, ready.frozen, ready.frozen.config
+            text, frozen, run_dir = await _made_ready(config, actors, options, rendezvous, stack)
+            config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
                 run_place = RunSetup(
                     actors=actors,
                     num_nodes=options.place.num_nodes,
-                    config=ready.config,
+                    config=text,
                     program=options.program,
                     plan=RunDescription(
                         run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
@@ -162,24 +154,15 @@ class _NotReady(SupervisorContract):
         return EnlistReply(reason=f"node 0 is not ready: {self._waiting.text}", is_early=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A run that node 0 can start."""
-
-    config: str
-    """What the other nodes get before they join, as TOML."""
-    frozen: Frozen
-    run_dir: RunDir
-
-
 async def _made_ready(
     config: RunConfig,
     actors: Sequence[ActorSpec],
     options: LaunchOptions,
     rendezvous: NodeRendezvous,
     stack: contextlib.AsyncExitStack,
-) -> _Ready:
-    """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack."""
+) -> tuple[str, Frozen, RunDir]:
+    """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack.
+    Returns what the other nodes get before they join, as TOML, too."""
     with Waiting("checking what the run needs", is_quiet=options.is_quiet) as waiting:
         if not options.place.is_alone:
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
@@ -194,7 +177,7 @@ async def _made_ready(
         frozen = await in_daemon_thread(partial(freeze, config, run_dir.path), "freeze")
         if not options.place.is_alone:
             await rendezvous.node.stop(SUPERVISOR)
-    return _Ready(text, frozen, run_dir)
+    return text, frozen, run_dir
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from ..core.errors import LaunchError, raised_as
 from ..core.files import is_locked, lock_remedy, take_lock, write_durably
 
 LOCK = ".launcher.lock"
+CONFIG = "config.toml"
+"""What every run directory has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.toml"
+        return self.path / CONFIG
 
     def post_config(self, text: str) -> None:
         """Write the resolved configuration in one step. Raises LaunchError."""
@@ -108,7 +110,7 @@ class RunDir:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether that is a run directory: with its config.toml, or a copy of it in a checkpoint."""
-    return (folder / "config.toml").is_file() or any(folder.glob("checkpoints/*/start.json"))
+    return (folder / CONFIG).is_file() or any(folder.glob("checkpoints/*/start.json"))
 
 
 def _stem(actor: str) -> str:

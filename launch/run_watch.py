@@ -46,13 +46,9 @@ class RunWatch:
             self._answer("monitor", with_deadline(self._monitor, ASK_S).snapshot),
         )
         state = RunView(
-            now_wall_s=self._clock.wall(),
-            started_wall_s=self._started_wall_s,
-            status=status,
-            buffer=stats,
-            snapshot=snapshot if snapshot is not None else self.last.snapshot,
-            note=note,
-        )
+            now_wall_s=self._clock.wall(), started_wall_s=self._started_wall_s, status=status, buffer=stats,
+            snapshot=snapshot if snapshot is not None else self.last.snapshot, note=note,
+        )  # fmt: skip
         if status is not None or self.last.status is None:
             self.last = state
         return state

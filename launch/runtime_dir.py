@@ -52,13 +52,9 @@ class RuntimeDir:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         self._locks = _locks_in(self.path)
         self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-        )
+            ["/bin/sh", "-c", _JANITOR, "sh", str(self.path)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, cwd="/",
+        )  # fmt: skip
 
     def __enter__(self) -> RuntimeDir:
         return self

@@ -99,15 +99,10 @@ class Screen:
             if ending.first_failure is not None:
                 status = msgspec.structs.replace(status, phase="failed")  # it could not say so itself
             final_summary(
-                self._console,
-                status,
-                elapsed_s=time.monotonic() - self._started_s,
-                run_dir=self._run_dir,
-                report=report,
-                curves=_curves(run),
-                next_steps=next_steps if ending.exit_code == 0 else (),
+                self._console, status, elapsed_s=time.monotonic() - self._started_s, run_dir=self._run_dir,
+                report=report, curves=_curves(run), next_steps=next_steps if ending.exit_code == 0 else (),
                 dropped=last.buffer.dropped if last and last.buffer else None,
-            )
+            )  # fmt: skip
         else:
             self._console.print(Text(f"run directory: {self._run_dir}"), soft_wrap=True)
         if ending.exit_code == 0:

@@ -78,10 +78,6 @@ def _addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def _system() -> str:
-    return f"Python {platform.python_version()} at {sys.executable}, {platform.platform()}"
-
-
 def _sandboxes() -> dict[str, str]:
     return {"rlimits": namespaces_trouble(), **{name: trouble_with(name) for name in ("bubblewrap", "docker")}}
 
@@ -96,7 +92,7 @@ class MachineFacts:
     is_writable: bool
     file_system: str
     """Type, like "ext4"."""
-    system: str = field(default_factory=_system)
+    system: str = f"Python {platform.python_version()} at {sys.executable}, {platform.platform()}"
     versions: Mapping[str, str] = field(default_factory=installed_versions)
     """Distribution -> version; what is missing is not installed."""
     torch_cuda: str | None = field(default_factory=_torch_cuda)

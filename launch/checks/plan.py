@@ -88,16 +88,12 @@ def make_plan(
         return replace(one, origin=inspected.origins.of(tuple(one.key.split(".")))) if one.key else one
 
     return PlannedRun(
-        tuple(files),
-        config.run.name,
-        in_order((located(finding) for finding in found), files),
-        placement=tuple(_node(actors, number) for number in range(num_nodes) if actors),
-        batch=run.once(batch_plan),
+        tuple(files), config.run.name, in_order((located(finding) for finding in found), files),
+        placement=tuple(_node(actors, number) for number in range(num_nodes) if actors), batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
         memory=tuple(load for one in (run, *run.of_models.values()) for load in one.once(memory)[0]),
-        num_parameters=run.model.num_parameters if run.model is not None else None,
-        downloads=downloads,
-    )
+        num_parameters=run.model.num_parameters if run.model is not None else None, downloads=downloads,
+    )  # fmt: skip
 
 
 def _findings(run: CheckedRun) -> Iterator[Finding]:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...core.errors import ConfigError, LedgerError
+from ...core.errors import ConfigError, LedgerError, raised_as
 from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
 from ..control import verbs
 from ..views.changes import asked_text, moves_text
 from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
-from .parser import Parser, ask, folder_of, show, table, verb_command
+from .parser import Parser, ask, folder_of, show, stretch_s, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,8 +77,7 @@ def change_line(raw: dict[str, Any]) -> str:
     return "  ".join(filter(None, (f"#{record.number}", when, who, record.verb, what, ", ".join(facts))))
 
 
-_LASTING = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>steps?|s|min|h)")
-_LASTING_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_STEPS = re.compile(r"([1-9]\d*)\s*steps?")
 
 
 def assignments(words: Sequence[str], what: str) -> dict[str, Any]:
@@ -96,13 +95,11 @@ def assignments(words: Sequence[str], what: str) -> dict[str, Any]:
 
 def lasting(text: str) -> dict[str, Any]:
     """A time such as 50steps or 30s, as arguments of `set`. Raises ConfigError."""
-    found = _LASTING.fullmatch(text.strip())
-    is_steps = found is not None and found["unit"].startswith("step")
-    if found is None or (is_steps and "." in found["number"]) or float(found["number"]) == 0:
-        raise ConfigError(f"--for {text}: is no time", remedy="write 50steps, 30s, 10min or 2h")
-    if is_steps:
-        return {"for_steps": int(found["number"])}
-    return {"for_s": float(found["number"]) * _LASTING_SECONDS[found["unit"]]}
+    if steps := _STEPS.fullmatch(text.strip()):
+        return {"for_steps": int(steps[1])}
+    remedy = "write 50steps, 30s, 10min or 2h"
+    with raised_as(ConfigError, f"--for {text}: is no time", argparse.ArgumentTypeError, remedy=remedy):
+        return {"for_s": stretch_s(text if text.strip()[-1:].isalpha() else f"{text} without a unit")}
 
 
 def _reply_page(reply: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
+from ..run_dir import CONFIG
 from ..waiting import Waiting
 from .parser import Command, Parser, add_json_flag, at_least, positive, show
 from .processes import exports
@@ -41,17 +42,11 @@ def _plan(options: argparse.Namespace) -> int:
         from ..checks.plan import make_plan, plan_json, plan_text
 
         plan = make_plan(
-            options.file,
-            options.overrides,
-            num_nodes=options.nnodes,
-            device_gib=options.device_gib,
+            options.file, options.overrides, num_nodes=options.nnodes, device_gib=options.device_gib,
             is_here=not options.elsewhere,
-        )
+        )  # fmt: skip
 
-    def page(value: Any) -> Text | str:
-        return _coloured(plan_text(plan))
-
-    show(options, plan_json(plan), page)
+    show(options, plan_json(plan), lambda _: _coloured(plan_text(plan)))
     return 2 if plan.errors else 0
 
 
@@ -86,15 +81,8 @@ def _doctor(options: argparse.Namespace) -> int:
     from ..checks.machine import gather
 
     findings = judge(gather(options.dir))
-
-    def page(value: Any) -> Text | str:
-        return _coloured(findings_text(findings))
-
-    show(options, findings_json(findings), page)
+    show(options, findings_json(findings), lambda _: _coloured(findings_text(findings)))
     return 1 if any(one.severity == "error" for one in findings) else 0
-
-
-RUN_FILE = "config.toml"
 
 
 def _add_convert(parser: Parser) -> None:
@@ -142,8 +130,8 @@ def _model_of_run(checkpoint: Path) -> Path:
     from ...core.config import load_config
 
     for place in (checkpoint, *checkpoint.absolute().parents[:2]):
-        if (place / RUN_FILE).is_file():
-            return Path(cached(load_config([place / RUN_FILE], [])).model.path)
+        if (place / CONFIG).is_file():
+            return Path(cached(load_config(place / CONFIG)).model.path)
     raise ConfigError(
         f"{checkpoint} does not lie in a run directory, so nothing says which model it is of",
         remedy="name the folder that the run started from with --model",
@@ -184,13 +172,13 @@ def _engine(options: argparse.Namespace) -> int:
 
     from ..composition.rollout_parts import serve_model  # torch is needed here only
 
-    def told(place: dict[str, Any]) -> None:
-        show(options, place, exports)
-
-    work = serve_model(
-        options.folder, told, host=options.host, port=options.port, num=options.max_running, threads=options.threads
-    )
-    asyncio.run(work)
+    how: dict[str, Any] = {
+        "host": options.host,
+        "port": options.port,
+        "num": options.max_running,
+        "threads": options.threads,
+    }
+    asyncio.run(serve_model(options.folder, lambda place: show(options, place, exports), **how))
     return 0
 
 

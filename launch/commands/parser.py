@@ -21,8 +21,9 @@ import msgspec
 
 from ...core.errors import ConfigError, LaunchError
 from ...core.suggestion import nearest
-from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, SeveralLiveRuns, find_run
+from ..control.client import RUNS, ControlClient, ControlNote, SeveralLiveRuns, find_run
 from ..control.verbs import WHO, Verb, argument_names
+from ..run_dir import CONFIG
 
 if TYPE_CHECKING:
     from msgspec.inspect import Field

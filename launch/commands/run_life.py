@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError, LaunchError
 from ...core.timeouts import TIMEOUTS
 from ..control import verbs
-from ..control.client import CONFIG, RUNS, ControlClient, ControlNote, NoLiveRun, find_run
-from ..run_dir import is_run_folder
+from ..control.client import RUNS, ControlClient, ControlNote, NoLiveRun, find_run
+from ..run_dir import CONFIG, is_run_folder
 from ..waiting import Waiting
 from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
 
@@ -57,13 +57,10 @@ def launch_options(options: argparse.Namespace, *, program: str = "", **more: An
     from ..worker_spec import DEFAULT_PROGRAM
 
     timeouts = replace(
-        PATIENCE,
-        gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s),
-        start_s=options.start_timeout,
-        finish_s=options.finish_timeout,
-        end_s=options.stop_timeout,
+        PATIENCE, gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s), start_s=options.start_timeout,
+        finish_s=options.finish_timeout, end_s=options.stop_timeout,
         lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
-    )
+    )  # fmt: skip
     program = options.program or program or DEFAULT_PROGRAM
     return LaunchOptions(program=program, is_quiet=options.quiet, timeouts=timeouts, **more)
 

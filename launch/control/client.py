@@ -20,7 +20,7 @@ import msgspec
 from ...core import errors
 from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
 from ...core.files import write_durably
-from ..run_dir import is_run_folder
+from ..run_dir import CONFIG, is_run_folder
 from ..runtime_dir import PREFIX, short_base
 from .verbs import BY_NAME, HOST, SPARE_S
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
-CONFIG = "config.toml"
-"""What every run directory has."""
 NOTE = "control.json"
 """In the run directory and, for finding it, in the launcher's runtime folder."""
 

@@ -68,9 +68,6 @@ def _away(context: VerbContext) -> NotSent:
     return NotSent(f"the coordinator is restarting ({state}): nothing was asked of it", remedy="ask again in a moment")
 
 
-ASK_S = 10.0
-
-
 async def _pause(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, int]:
     async with coordinator_call(context, verbs.PAUSE.ask_s) as coordinator:
         return {"rests_at": await coordinator.set_pause("pause", who, arguments.reason)}
@@ -112,9 +109,8 @@ async def _memory(context: VerbContext, arguments: verbs.Arguments, who: Operato
             remedy='trainer and engines have their own memory there; see memory.share = "switch"',
         )
     name = manager_name(context.config)
-    async with asyncio.timeout(ASK_S):
-        await context.node.wait_for(name, timeout_s=ASK_S)
-        return await with_deadline(context.node.ref(MemoryContract, name), ASK_S).view()
+    await context.node.wait_for(name, timeout_s=WAIT_S)
+    return await with_deadline(context.node.ref(MemoryContract, name), WAIT_S).view()
 
 
 async def _verbs(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> list[dict[str, Any]]:
@@ -247,15 +243,11 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
     reason = judge(shares, _facts_of(view))
     told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
     return msgspec.structs.replace(
-        view,
-        actors=_actors(context, view),
-        knobs=table,
+        view, actors=_actors(context, view), knobs=table,
         history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
-        why=reason.sentence if shares else "",
-        remedy=reason.remedy,
-        under_way=slowest(under_way),
+        why=reason.sentence if shares else "", remedy=reason.remedy, under_way=slowest(under_way),
         troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
-    )
+    )  # fmt: skip
 
 
 async def _under_way(context: VerbContext) -> tuple[RolloutNow, ...]:

@@ -102,10 +102,10 @@ async def _one_by_one(context: VerbContext, meant: Sequence[ActorFacts], reason:
     for record in meant:
         try:
             spec = supervisor.actors[record.name].spec
-            if spec.rank is not None and spec.rank.gang in gangs:
+            gang = spec.rank.gang if spec.rank is not None else ""
+            if gang in gangs:
                 continue
-            if spec.rank is not None:
-                gangs.add(spec.rank.gang)
+            gangs |= {gang} - {""}
             if record.is_over:
                 supervisor.hire(spec)
             else:
@@ -223,9 +223,12 @@ async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who:
     """Of several, one that refuses says why in its place; raises if all of them do."""
     meant = find_targets(arguments.target, context.supervisor.statuses())
     looks = [(record, _own_profile(context, record, arguments.for_s)) for record in meant]
-    return await _of_several(
-        looks, lambda record, why: _refusal(record.name, record.node, why.removeprefix(f"{record.name}: "))
-    )
+
+    def refusal(record: ActorFacts, why: str) -> ProfileReply:
+        why = why.removeprefix(f"{record.name}: ")
+        return ProfileReply(name=record.name, node=record.node, path="", top=(), refused=why)
+
+    return await _of_several(looks, refusal)
 
 
 async def _own_profile(context: VerbContext, record: ActorFacts, duration_s: float) -> list[ProfileReply]:
@@ -235,10 +238,6 @@ async def _own_profile(context: VerbContext, record: ActorFacts, duration_s: flo
     except CallError as error:
         remedy = "`myxa stack` also works on a process that hangs"
         raise LaunchError(f"{record.name}: {error}", remedy=remedy) from error
-
-
-def _refusal(name: str, node: int, why: str) -> ProfileReply:
-    return ProfileReply(name=name, node=node, path="", top=(), refused=why)
 
 
 def _process(context: VerbContext, name: str) -> ProcessContract:

@@ -196,16 +196,12 @@ class ControlServer:
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.Response:
         try:
-            response = await self._judged(request, handler)
+            refused = self._access.refusal(Head.of(request.method, request.headers))
+            response = self._malformed(refused.status, refused.text) if refused else await handler(request)
         except web.HTTPException as error:
             response = self._malformed(error.status, f"{error.text}: {request.method} {request.path[:100]}")
         response.force_close()
         return response
-
-    async def _judged(self, request: web.Request, handler: Any) -> web.Response:
-        if refused := self._access.refusal(Head.of(request.method, request.headers)):
-            return self._malformed(refused.status, refused.text)
-        return await handler(request)
 
     async def _verb(self, request: web.Request) -> web.Response:
         return await self.answer(request, list(request.query.items()), caller_of)

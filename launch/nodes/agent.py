@@ -197,22 +197,14 @@ class Agent(AgentContract):
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
         spec = ProcessSpec(
-            actor=order.actor,
-            launcher_pid=os.getpid(),
-            config_path=str(run_dir.config),
-            run_dir=plan.run_dir,
-            socket_dir=str(self._options.runtime_dir),
-            rdzv_path=self._options.rdzv_path,
-            key=key,
+            actor=order.actor, launcher_pid=os.getpid(), config_path=str(run_dir.config), run_dir=plan.run_dir,
+            socket_dir=str(self._options.runtime_dir), rdzv_path=self._options.rdzv_path, key=key,
             program=self._options.program,
-        )
+        )  # fmt: skip
         env = child_env(
-            {**self._options.base_env, **os.environ},
-            order.actor,
-            spec_path=str(write_spec(spec, self._options.runtime_dir)),
-            run_id=plan.run_id,
-            meeting=order.meeting,
-        )
+            {**self._options.base_env, **os.environ}, order.actor,
+            spec_path=str(write_spec(spec, self._options.runtime_dir)), run_id=plan.run_id, meeting=order.meeting,
+        )  # fmt: skip
         child = self._children[name] = await self._make_process(order, env, run_dir.new_log(name, order.actor.attempt))
         return child
 
@@ -231,14 +223,9 @@ class Agent(AgentContract):
         if self._children.get(child.name) is child:
             del self._children[child.name]
         end = ChildEnd(
-            name=child.name,
-            attempt=child.attempt,
-            status=status,
-            node=self._options.node,
-            log_path=str(child.log_path),
-            pid=child.pid,
-            tail=read_end(child.log_path, status),
-        )
+            name=child.name, attempt=child.attempt, status=status, node=self._options.node,
+            log_path=str(child.log_path), pid=child.pid, tail=read_end(child.log_path, status),
+        )  # fmt: skip
         if not self._is_stopped:
             self.ctx.spawn(self._tell(end), name=f"end of {child.name}")
 

@@ -143,14 +143,9 @@ def start_child(
     with log_path.open("wb") as log:
         try:
             process = subprocess.Popen(
-                list(command),
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=tuple(pass_fds),
-            )
+                list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, pass_fds=tuple(pass_fds),
+            )  # fmt: skip
         except OSError as error:
             what = f"{name} cannot be started: {command[0]}: {error.strerror}"
             if error.errno in NO_SUCH_PROGRAM:

@@ -415,14 +415,9 @@ class ForkServer:
         with theirs, contextlib.ExitStack() as stack:
             stack.enter_context(ours)  # closed if there is no process
             child = start_child(
-                "fork server",
-                0,
-                command,
-                env=server_env(os.environ),
-                log_path=self.log_path,
-                on_exit=self.on_end,
+                "fork server", 0, command, env=server_env(os.environ), log_path=self.log_path, on_exit=self.on_end,
                 pass_fds=(theirs.fileno(),),
-            )
+            )  # fmt: skip
             stack.pop_all()
         return child, ours
 

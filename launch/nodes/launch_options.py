@@ -97,14 +97,9 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
 
 def facts_of(place: NodePlace, rendezvous: NodeRendezvous, *, is_late: bool = False) -> NodeFacts:
     return NodeFacts(
-        node=place.rank,
-        version=__version__,
-        host=socket.gethostname(),
-        address=rendezvous.address,
-        machine=boot_id(),
-        is_late=is_late,
-        nonce=secrets.token_hex(8),
-    )
+        node=place.rank, version=__version__, host=socket.gethostname(), address=rendezvous.address,
+        machine=boot_id(), is_late=is_late, nonce=secrets.token_hex(8),
+    )  # fmt: skip
 
 
 def agent_options(
@@ -116,13 +111,9 @@ def agent_options(
     fork_server: ForkServer | None,
 ) -> AgentOptions:
     return AgentOptions(
-        node=place.rank,
-        runtime_dir=runtime_dir,
-        rdzv_path=str(rendezvous.rdzv_path),
-        lost_s=options.timeouts.lost_s,
-        program=options.program,
+        node=place.rank, runtime_dir=runtime_dir, rdzv_path=str(rendezvous.rdzv_path),
+        lost_s=options.timeouts.lost_s, program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,
-        must_share=options.is_late and choose_channel(config) == "disk",
-        fork_server=fork_server,
+        must_share=options.is_late and choose_channel(config) == "disk", fork_server=fork_server,
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
-    )
+    )  # fmt: skip

@@ -144,13 +144,10 @@ async def attach_worker(spec: ProcessSpec) -> Node:
 
     def attach(_: float) -> Awaitable[Node]:
         return Node.attach(
-            name=spec.actor.name,
-            rdzv=Rendezvous.load(Path(spec.rdzv_path)),
-            key=KeyPair.parse(spec.key) if spec.key else None,
-            run_dir=spec.socket_dir,
-            node_rank=spec.actor.node,
+            name=spec.actor.name, rdzv=Rendezvous.load(Path(spec.rdzv_path)),
+            key=KeyPair.parse(spec.key) if spec.key else None, run_dir=spec.socket_dir, node_rank=spec.actor.node,
             timeout_s=WORKER_ATTACH_S,
-        )
+        )  # fmt: skip
 
     return await _attach_until(attach, time.monotonic() + FOLDER_S)
 

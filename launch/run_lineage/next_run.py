@@ -37,8 +37,8 @@ from ...actors.hub import fetched
 from ...actors.ledger.file import LEDGER, adopt_copy, begin_life, continue_ledger, is_in_use, lock_ledger, recorded
 from ...core.config import RunConfig, dump_config, load_config
 from ...core.errors import LaunchError, LedgerError, MyxaError, raised_as
-from ..run_dir import RunDir, is_run_folder
-from .origin import CONFIG, ORIGIN, START_FILE, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
+from ..run_dir import CONFIG, RunDir, is_run_folder
+from .origin import ORIGIN, START_FILE, UNDONE, Life, RunOrigin, config_of, past_of, put_away, start_keeper
 from .resume_point import CHECKPOINTS, ResumePoint, choose_point
 
 

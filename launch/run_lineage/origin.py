@@ -18,10 +18,10 @@ import msgspec
 from ...actors.checkpoints.folder import CheckpointInfo, version_in
 from ...core.errors import LaunchError, raised_as
 from ...core.files import read_regular, write_durably
+from ..run_dir import CONFIG
 from ..worker_spec import DEFAULT_PROGRAM
 
 CHECKPOINTS = "checkpoints"
-CONFIG = "config.toml"
 ORIGIN = "origin.json"
 START_FILE = "start.json"
 """Of a checkpoint: the copies of both."""

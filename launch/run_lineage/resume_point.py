@@ -16,6 +16,7 @@ from ...actors.checkpoints.folder import OLD, CheckpointInfo, find_checkpoint, i
 from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, LedgerError, TrainError, raised_as
+from ..run_dir import CONFIG
 from .origin import CHECKPOINTS, RunOrigin
 
 OWN_LEDGER = "its own ledger"
@@ -148,7 +149,7 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
     root = Path(place)
     with raised_as(TrainError, "", LaunchError):
         origin = RunOrigin.load(root.parent if root.name == CHECKPOINTS else root)
-    if (root / "config.toml").is_file() and not (root / CHECKPOINTS).exists():
+    if (root / CONFIG).is_file() and not (root / CHECKPOINTS).exists():
         remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it runs"
         raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)
     return find_checkpoint(root, reads_all=reads_all, why_not=origin.why_undone)

@@ -141,13 +141,9 @@ def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
             first = sum(map(started.num_devices, range(local)))
             own = devices[first : first + started.num_devices(local)]
             rank = RankSpec(
-                gang=role,
-                rank=index,
-                world_size=len(nodes) * settings.count,
-                local_rank=local,
-                local_world_size=settings.count,
-                group_rank=group_rank,
-            )
+                gang=role, rank=index, world_size=len(nodes) * settings.count, local_rank=local,
+                local_world_size=settings.count, group_rank=group_rank,
+            )  # fmt: skip
             spec = make_spec(role, settings, index, node, own, started.prefix)
             actors.append(replace(spec, visible_devices=devices, rank=rank) if is_gang else spec)
     return actors
@@ -158,20 +154,11 @@ def make_spec(
 ) -> ActorSpec:
     """One actor at its place, with its own devices, in no gang. `prefix`: of its name; empty: the role."""
     return ActorSpec(
-        name=f"{prefix or role}/{index}" if role in NUMBERED else role,
-        role=role,
-        kind=getattr(settings, "kind", role),
-        index=index,
-        node=node,
-        devices=devices,
-        visible_devices=devices,
-        python=settings.python,
-        env=dict(settings.env),
-        threads=settings.threads,
-        max_restarts=settings.max_restarts,
-        when_hung=settings.when_hung,
-        quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
-    )
+        name=f"{prefix or role}/{index}" if role in NUMBERED else role, role=role,
+        kind=getattr(settings, "kind", role), index=index, node=node, devices=devices, visible_devices=devices,
+        python=settings.python, env=dict(settings.env), threads=settings.threads, max_restarts=settings.max_restarts,
+        when_hung=settings.when_hung, quorum=settings.quorum if isinstance(settings, RolloutRole) else 0,
+    )  # fmt: skip
 
 
 def server_of(actor: ActorSpec, config: RunConfig) -> str:

@@ -238,19 +238,11 @@ class RunSupervisor(SupervisorContract):
     def _status(self, name: str, actor: RunActor) -> ActorFacts:
         spec, state = actor.spec, self._rules.state(name)
         return ActorFacts(
-            name=name,
-            role=spec.role,
-            node=spec.node,
-            host=self.membership.facts(spec.node).host,
-            state=state,
-            attempt=self._rules.attempt(name),
-            pid=actor.pid if state in ALIVE else 0,
-            epoch=actor.epoch,
-            started_wall_s=actor.started_wall_s,
-            restarts_left=self._rules.restarts_left(name, self._now()),
-            devices=spec.devices,
-            is_leaving=self._rules.is_retiring(name),
-        )
+            name=name, role=spec.role, node=spec.node, host=self.membership.facts(spec.node).host, state=state,
+            attempt=self._rules.attempt(name), pid=actor.pid if state in ALIVE else 0, epoch=actor.epoch,
+            started_wall_s=actor.started_wall_s, restarts_left=self._rules.restarts_left(name, self._now()),
+            devices=spec.devices, is_leaving=self._rules.is_retiring(name),
+        )  # fmt: skip
 
     def present(self) -> Present:
         """The input of scaling decisions."""
@@ -480,13 +472,9 @@ class RunSupervisor(SupervisorContract):
     def _failed_start(self, actor: ActorSpec, attempt: int, reply: StartReply) -> ChildEnd:
         log_path = RunDir(Path(self._setup.plan.run_dir)).log_path(actor.name, attempt)
         return ChildEnd(
-            name=actor.name,
-            attempt=attempt,
-            status=reply.status,
-            node=actor.node,
-            log_path=str(log_path),
+            name=actor.name, attempt=attempt, status=reply.status, node=actor.node, log_path=str(log_path),
             tail=(CAUSE + reply.problem,),
-        )
+        )  # fmt: skip
 
     # -- processes: ending ---------------------------------------------------------------------------------------
 
