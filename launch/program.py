@@ -186,13 +186,9 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     sinks = choose_sinks(settings)
     written_s = _written_until(run_dir)
     return Monitor(
-        run_dir,
-        sinks,
-        run_name=config.run.name,
-        clock=clock,
-        written_until_wall_s=written_s,
+        run_dir, sinks, run_name=config.run.name, clock=clock, written_until_wall_s=written_s,
         settings=shown_settings(config),
-    )
+    )  # fmt: skip
 
 
 def _written_until(run_dir: Path) -> float:
@@ -346,21 +342,14 @@ def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> S
 
     engine = config.engine
     return SglangOptions(
-        vocab_size=model.vocab_size,
-        model_type=model.model_type,
-        context_length=engine.context_length,
-        model_context_length=model.context_length,
-        max_running=engine.max_running,
-        pause_mode=config.rollout.pause_mode,
-        start_s=engine.start_s,
-        call_s=max(CALL_S, config.weights.transfer_s),
-        admin_key=key_from(os.environ, engine.key_env, "engine.key_env"),
-        generate_url=engine.router,
+        vocab_size=model.vocab_size, model_type=model.model_type, context_length=engine.context_length,
+        model_context_length=model.context_length, max_running=engine.max_running,
+        pause_mode=config.rollout.pause_mode, start_s=engine.start_s, call_s=max(CALL_S, config.weights.transfer_s),
+        admin_key=key_from(os.environ, engine.key_env, "engine.key_env"), generate_url=engine.router,
         end_token_ids=read_eos_token_ids(config.model.path),
         needs=sglang_needs(config, model, "" if spec.model else choose_channel(config)),
-        choices=model.expert_choices if config.replays_rollout else None,
-        name=spec.name,
-    )
+        choices=model.expert_choices if config.replays_rollout else None, name=spec.name,
+    )  # fmt: skip
 
 
 def _launched(
@@ -372,20 +361,13 @@ def _launched(
 
     config, engine = config.of_server(shape), config.engine
     launch = SglangLaunch(
-        python=engine.python or sys.executable,
-        model_path=config.served_path,
-        table=config.sglang,
-        log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log",
-        dtype=engine.dtype,
-        seed=_engine_seed(spec, config),
-        num_devices=len(spec.devices),
-        max_running=engine.max_running,
-        context_length=engine.context_length,
-        kind=shape.kind,
+        python=engine.python or sys.executable, model_path=config.served_path, table=config.sglang,
+        log_path=run_dir / "logs" / f"{spec.name.replace('/', '.')}.sglang.log", dtype=engine.dtype,
+        seed=_engine_seed(spec, config), num_devices=len(spec.devices), max_running=engine.max_running,
+        context_length=engine.context_length, kind=shape.kind,
         key=f"models.{spec.model}.{shape.key}" if spec.model else shape.key,
-        expects=sglang_plan(spec, config, model),
-        **where,
-    )
+        expects=sglang_plan(spec, config, model), **where,
+    )  # fmt: skip
     return LaunchedSglang(launch, _server_options(spec, config, model), _server_routes(spec, config, senders))
 
 
@@ -401,17 +383,11 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     from ..actors.engines.embedded.engine import EmbeddedEngine
 
     options = EmbeddedOptions(
-        max_running=engine.max_running,
-        context_length=engine.context_length,
-        dtype=engine.dtype,
-        seed=_engine_seed(spec, config),
-        pause_mode=config.rollout.pause_mode,
-        num_threads=spec.threads,
+        max_running=engine.max_running, context_length=engine.context_length, dtype=engine.dtype,
+        seed=_engine_seed(spec, config), pause_mode=config.rollout.pause_mode, num_threads=spec.threads,
         memory_share=MEMORY_SHARE / sum(one.count for one in (config.roles.rollout, *config.models.values())),
-        is_invariant=config.rollout.deterministic,
-        tells_kept=config.rollout.replay_sampling,
-        name=spec.name,
-    )
+        is_invariant=config.rollout.deterministic, tells_kept=config.rollout.replay_sampling, name=spec.name,
+    )  # fmt: skip
     return EmbeddedEngine(config.model.path, options, memory=lent_memory(spec, config))
 
 
@@ -443,41 +419,28 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
     leader = TrainLoopOptions(
-        world_size=gang.world_size,
-        num_steps=config.run.num_steps,
-        plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1),
-        publishes=config.generates,
-        make_pair=None if gang.rank else pair_maker(config),
-        run_dir=str(run_dir),
-        checkpoints=checkpoint_options(spec, config, run_dir),
-        trainer=config.trainer,
-        step_values=step_values(config.algo, config.optimizer),
-        channel=choose_channel(config),
-        shard_of_rank=shards,
-        guard_bound=guard_bound(config),
-        guard_fails=config.guard.above == "fail",
-    )
+        world_size=gang.world_size, num_steps=config.run.num_steps,
+        plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1), publishes=config.generates,
+        make_pair=None if gang.rank else pair_maker(config), run_dir=str(run_dir),
+        checkpoints=checkpoint_options(spec, config, run_dir), trainer=config.trainer,
+        step_values=step_values(config.algo, config.optimizer), channel=choose_channel(config), shard_of_rank=shards,
+        guard_bound=guard_bound(config), guard_fails=config.guard.above == "fail",
+    )  # fmt: skip
     options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
     return Trainer(
-        backend=backend,
-        end=channel_end(config, run_dir, gang.rank, local_rank=gang.local_rank),
-        options=options,
-        tenancy=trainer_tenancy(spec, config, comms),
-        start=GangStart(spec, config, run_dir),
-    )
+        backend=backend, end=channel_end(config, run_dir, gang.rank, local_rank=gang.local_rank), options=options,
+        tenancy=trainer_tenancy(spec, config, comms), start=GangStart(spec, config, run_dir),
+    )  # fmt: skip
 
 
 def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOptions:
     from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
 
     return StepPlanOptions(
-        algo=config.algo,
-        num_ranks=num_ranks,
-        max_tokens=config.trainer.max_tokens_per_microbatch,
-        minibatches=config.algo.minibatches,
-        sources=tuple(sorted(config.data.sources)),
+        algo=config.algo, num_ranks=num_ranks, max_tokens=config.trainer.max_tokens_per_microbatch,
+        minibatches=config.algo.minibatches, sources=tuple(sorted(config.data.sources)),
         functions=BatchFunctions() if rank else BatchFunctions.load(config.algo),
-    )
+    )  # fmt: skip
 
 
 def _server_routes(spec: ActorSpec, config: RunConfig, senders: TrainerSenders) -> Routes:

@@ -137,13 +137,9 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
         planned["nccl"] = (0, "rematerialise")
     device = devices_of(spec, config)[0]
     return TrainerTenancy(
-        device=device,
-        node=spec.node,
-        planned=planned,
-        share=share_options(config),
-        vacate=functools.partial(vacate, device),
-        comms=comms,
-    )
+        device=device, node=spec.node, planned=planned, share=share_options(config),
+        vacate=functools.partial(vacate, device), comms=comms,
+    )  # fmt: skip
 
 
 def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:

@@ -66,13 +66,10 @@ def sglang_needs(config: RunConfig, model: ModelConfig, channel: str) -> SglangN
     rollout, lora = config.rollout, config.lora
     adapted = adapted_matrices(lora, model.tensor_shapes()) if lora.rollout == "adapter" else ()
     return SglangNeeds(
-        tokenizer=bool(rollout.stop or rollout.min_new_tokens),
-        seeds=rollout.deterministic,
-        channel=channel,
-        trains_layers=config.megatron.mtp > 0,
-        adapter_rank=lora.rank if adapted else 0,
+        tokenizer=bool(rollout.stop or rollout.min_new_tokens), seeds=rollout.deterministic, channel=channel,
+        trains_layers=config.megatron.mtp > 0, adapter_rank=lora.rank if adapted else 0,
         adapted=tuple(sorted({name.rpartition(".")[2] for name in adapted})),
-    )
+    )  # fmt: skip
 
 
 def gateway(spec: ActorSpec, config: RunConfig, run_dir: Path) -> Gateway | None:
@@ -97,12 +94,9 @@ def gateway_role(config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
 
     role = config.roles.gateway
     options = ListenOptions(
-        host=role.host,
-        port=role.port,
-        key="roles.gateway.port",
-        file=str(run_dir / "agents.json"),
+        host=role.host, port=role.port, key="roles.gateway.port", file=str(run_dir / "agents.json"),
         has_eval_key=config.gateway.eval_requests > 0,
-    )
+    )  # fmt: skip
     return GatewayRelay(options, clock)
 
 
@@ -209,10 +203,7 @@ def served_reference(config: RunConfig, tokenizer: Tokenizer, clock: Clock) -> R
     from ...actors.reference.server import ReferenceServers, ServedReference  # a client for HTTP
 
     servers = ReferenceServers(
-        algo.ref_urls,
-        tokenizer=tokenizer,
-        model_path=config.model.path,
-        timeout_s=algo.ref_timeout_s,
+        algo.ref_urls, tokenizer=tokenizer, model_path=config.model.path, timeout_s=algo.ref_timeout_s,
         key=key_from(os.environ, algo.ref_key_env, "algo.ref_key_env"),
-    )
+    )  # fmt: skip
     return ServedReference(servers, config.reward, clock)

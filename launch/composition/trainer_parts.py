@@ -222,12 +222,9 @@ class GangStart:
         if falls_back and not place:
             raise self._nothing(passed_over, too_old)
         return StartPoint(
-            checkpoint=place or self._named_one(torn),
-            is_restart=bool(self._attempt),
-            passed_over=tuple(passed_over),
-            life=len(origin.lives),
-            attempt=self._attempt,
-        )
+            checkpoint=place or self._named_one(torn), is_restart=bool(self._attempt),
+            passed_over=tuple(passed_over), life=len(origin.lives), attempt=self._attempt,
+        )  # fmt: skip
 
     def begun(self, start: StartPoint, version: int) -> None:
         if not (start.is_restart or start.passed_over):
@@ -326,12 +323,8 @@ def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local
 
     rule = Fp8Rule.of_folder(Path(config.served_path))
     return DeviceWeightSender(
-        f"trainer/{rank}",
-        channel=cast(SentChannel, channel),
-        bucket_bytes=config.weights.bucket_mb * MIB,
-        host=boot_id(),
-        quantise=rule,
-        keeps_buffers=not takes_turns(config),
+        f"trainer/{rank}", channel=cast(SentChannel, channel), bucket_bytes=config.weights.bucket_mb * MIB,
+        host=boot_id(), quantise=rule, keeps_buffers=not takes_turns(config),
         is_needed=channel not in SHARED_CHANNELS or has_reader(config, local_rank),
         joins=channel in SHARED_CHANNELS and joins_parameters(read_config(config.model.path)),
-    )
+    )  # fmt: skip
