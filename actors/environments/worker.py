@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import ConfigError, MyxaError, UserCodeError
+from ...core.process import die_with_parent
 from ..gateway.clients import SdkWorker
 from ..user_code.functions import what_was_raised
 from ..user_code.process import run_worker
@@ -57,6 +58,7 @@ def loading(of: Mapping[str, Any]) -> Generator[None]:
 
 def print_rows() -> None:
     """Of the environment whose spec comes as JSON; what the environment prints becomes the log."""
+    die_with_parent(os.getppid())
     rows = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     of = json.load(sys.stdin)

@@ -164,7 +164,7 @@ def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: 
     return done.stdout.splitlines()[-1]
 
 
-TORCH_REMEDY = "pip install 'myxa[cpu]' there, on GPUs 'myxa[gpu]'"
+TORCH_REMEDY = "pip install 'myxa[cpu]' there, on GPUs 'myxa[gpu]' (torch of PyPI has CUDA for Linux: gigabytes)"
 
 
 class Need(NamedTuple):

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -124,17 +123,23 @@ async def join_rendezvous(
     number yet. Raises LaunchError naming the endpoint after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    endpoint = place.endpoint or await _read_endpoint(rdzv_file, deadline)
     key_path = job_key or default_job_key()
     await _until_there(key_path, deadline, "the job's key")
     public = JobKey.load(key_path).public
-    record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
     rank, name = place.rank if place.rank >= 0 else NOWHERE, name or agent_name(place.rank)
-    attach = partial(Node.attach, name=name, rdzv=record, run_dir=runtime_dir, node_rank=rank)
-    node = await _attach_until(lambda left_s: attach(timeout_s=min(ATTACH_S, left_s)), deadline)
+
+    async def attach(left_s: float) -> Node:
+        """The file may be an earlier run's until node 0 has written its own."""
+        endpoint = place.endpoint or await _read_endpoint(rdzv_file, deadline)
+        record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
+        timeout_s = min(ATTACH_S, left_s)
+        return await Node.attach(name=name, rdzv=record, run_dir=runtime_dir, node_rank=rank, timeout_s=timeout_s)
+
+    node = await _attach_until(attach, deadline)
+    endpoint = node.rendezvous.endpoints.tcp[0].removeprefix("tcp://")
     try:
-        record.save(runtime_dir / "rdzv.json")
-        yield NodeRendezvous(node, str(endpoint), interface_towards(str(endpoint)), runtime_dir / "rdzv.json")
+        node.rendezvous.save(runtime_dir / "rdzv.json")
+        yield NodeRendezvous(node, endpoint, interface_towards(endpoint), runtime_dir / "rdzv.json")
     finally:
         await node.close(grace_s=CLOSE_S)
 
@@ -200,7 +205,7 @@ async def _attach_until(attach: Callable[[float], Awaitable[Node]], deadline: fl
 
 async def _read_endpoint(rdzv_file: Path | None, deadline: float) -> Endpoint:
     if rdzv_file is None:
-        raise LaunchError("the address of node 0 is not known", remedy="give --rdzv HOST:PORT")
+        raise ConfigError("the address of node 0 is not known", remedy="give --rdzv HOST:PORT")
     await _until_there(rdzv_file, deadline, "node 0's endpoint")
     return parse_endpoint(rdzv_file.read_text(encoding="utf-8"), where=str(rdzv_file))
 

@@ -50,6 +50,7 @@ def see(one, folder: Path) -> None:
 
 def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path: Path, run):
     before = runtime_dirs()
+    (tmp_path / "rdzv").write_text("127.0.0.1:1\n")  # an earlier run was killed and left it
     first, second = two(tmp_path, run)
     with second as node1, first as node0:
         see(node0, tmp_path)
