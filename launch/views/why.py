@@ -76,9 +76,10 @@ _UNEVEN_STEPS = (
 )
 _CROWDED = "more cores, or another host for some of these processes; on this one no further actor or worker helps"
 _CROWDED_TOO: Mapping[Bound, str] = {
-    "generation": "; or shorter answers (`myxa set max_new_tokens=N`)", "reward": "; or a cheaper reward",
-    "training": "; or fewer mini-batches", "none": "",
-}  # fmt: skip
+    "generation": "; or shorter answers (`myxa set max_new_tokens=N`)",
+    "training": "; or fewer mini-batches",
+    "none": "",
+}
 """What helps beside that."""
 
 
@@ -186,11 +187,12 @@ def judge(shares: Shares, facts: Facts) -> Reason:
     role = "trainer" if reason.bound in ("training", "none") else "rollout"
     busy = {name: kinds for name, kinds in shares.items() if _role(name) == role}
     threads = _summed(busy, CPU)
-    waited = threads["waited"] / max(sum(threads.values()), 1e-9)
-    if reason.bound not in _CROWDED_TOO or waited < NOTABLE:
+    wanted = sum(threads.values())
+    if reason.bound not in _CROWDED_TOO or wanted < len(busy) / 2 or threads["waited"] < NOTABLE * wanted:
         return reason
     who = next(iter(busy)) if len(busy) == 1 else f"{len(busy)} {role} actors"
-    words = f"{_verb(who, 'wait')} for a processor {percent(waited)} of the time in which its threads could run"
+    waited = percent(threads["waited"] / wanted)
+    words = f"{_verb(who, 'wait')} for a processor {waited} of the time in which its threads could run"
     remedy = _CROWDED + _CROWDED_TOO[reason.bound]
     return msgspec.structs.replace(reason, sentence=f"{reason.sentence}; {words}", remedy=remedy)
 
