@@ -112,7 +112,10 @@ async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
             raise
         if isinstance(error, Blocked):
             raise CallFailed(f"{error}; a plain def may, and so may asyncio.to_thread") from error
-        raise CallFailed(f"raised {what_was_raised(error)}") from error
+        raised = what_was_raised(error)
+        is_nested = isinstance(error, RuntimeError) and "event loop" in raised  # asyncio.run in a plain function
+        remedy = "; declare it with `async def`, and `await` there" if is_nested else ""
+        raise CallFailed(f"raised {raised}{remedy}") from error
     if inspect.iscoroutine(returned):
         returned.close()
         raise CallFailed("returned a coroutine; declare it with `async def`")

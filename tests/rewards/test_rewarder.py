@@ -42,6 +42,13 @@ async def act_later(completion):
     if completion.text == "hang": await asyncio.sleep(600)
     return act(completion)
 
+def nested(completion):
+    later = act_later(completion)
+    try:
+        return asyncio.run(later)
+    finally:
+        later.close()
+
 def forgot(completion):
     return act_later(completion)
 
@@ -165,6 +172,9 @@ async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> N
 async def test_a_function_that_forgot_to_be_async(code: str) -> None:
     async with rewarder(f"{code}:forgot") as made:
         assert "returned a coroutine; declare it with `async def`" in await failure(made, answer("x"))
+    async with rewarder(f"{code}:nested") as made:
+        told = await failure(made, answer("x"))
+        assert "asyncio.run() cannot be called" in told and "declare it with `async def`, and `await` there" in told
 
 
 @pytest.mark.usefixtures("null_device")
