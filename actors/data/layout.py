@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -312,8 +312,8 @@ class RowLayout:
             for name, answer in zip(names, answers, strict=True)
         ]
         if given is None or all(turns[0].role != "assistant" for turns in pair):  # both begin with the prompt
-            same = next((at for at, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), min(map(len, pair)))
-            pair, given = [turns[same:] for turns in pair], [_table(turn) for turn in pair[0][:same]]
+            begun = self._beginning(given, *pair)
+            pair, given = [turns[len(begun) :] for turns in pair], [_table(turn) for turn in begun]
         if not given:
             raise RowError("the row has no prompt", "name its column with data.prompt_key, or begin both with it")
         for name, turns in zip(names, pair, strict=True):
@@ -326,6 +326,17 @@ class RowLayout:
             raise RowError("both answers are the same", "leave such rows out")
         own = {name: [_table(turn) for turn in turns] for name, turns in zip(PAIR, pair, strict=True)}
         return {**columns, self._prompt.key: given}, {**metadata, **own, MARGIN: self._margin_of(columns)}
+
+    def _beginning(self, given: Any, one: Sequence[Message], other: Sequence[Message]) -> Sequence[Message]:
+        """The messages that both have at their beginning. Raises RowError if the row's own prompt is another one."""
+        same = next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+        key, begun = self._prompt.key, {(turn.role, turn.content.strip()) for turn in one[:same]}
+        told = () if given is None else parse_messages(parse_json_messages(given, key), key)
+        if not {(turn.role, turn.content.strip()) for turn in told} <= begun:
+            raise RowError(f'both answers begin with another prompt than "{key}"', "leave one of the prompts out")
+        return one[:same]
 
     def _margin_of(self, columns: Columns) -> float:
         if not self._margin.key:

@@ -18,6 +18,7 @@ import pytest
 from tests.data.opened import open_prompts
 
 from myxa.actors.data import row_file
+from myxa.actors.data.data_files import needs_pyarrow
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError, MyxaError
 
@@ -237,6 +238,7 @@ def test_a2_a_folder_of_which_some_rows_would_be_left_out_is_refused(tmp_path: P
     told = refused(folder)
     assert (name.partition("/")[0] if "-of-" not in name else "a-00002-of-00003.jsonl is missing") in told
     assert "say by a pattern which files are meant" in told
+    assert not needs_pyarrow(str(folder))  # of a folder that is refused elsewhere
     assert len(opened(folder / "a*.jsonl")) in (2, 3)
 
 

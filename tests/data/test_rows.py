@@ -182,6 +182,33 @@ def test_a2_numbers_and_lists_of_labels_arrive_exactly(tmp_path: Path, number: s
     assert json.loads(first(tmp_path, {"prompt": "?", "label": accepted}).label) == accepted
 
 
+PAIRS: dict[str, Any] = {"data": {"preset": "pairs"}, "algo": {"kind": "dpo"}}
+WHOLE = (of("user 2+2?", "assistant 4"), of("user 2+2?", "assistant 5"))
+
+
+@pytest.mark.parametrize("prompt", [None, "2+2?", of("user 2+2?"), json.dumps(of("user 2+2?"))])
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a2_both_answers_of_a_pair_may_be_json_text_and_begin_with_the_prompt(
+    tmp_path: Path, prompt: Any, is_text: bool, is_whole: bool
+) -> None:
+    better, worse = (talk if is_whole else talk[1:] for talk in WHOLE)
+    row = {"chosen": json.dumps(better) if is_text else better, "rejected": json.dumps(worse) if is_text else worse}
+    if prompt is None and not is_whole:
+        with pytest.raises(DataError, match="the row has no prompt"):
+            first(tmp_path, row, **PAIRS)
+        return
+    found = first(tmp_path, row if prompt is None else {**row, "prompt": prompt}, **PAIRS)
+    assert said(found) == ASK
+    assert [found.metadata[name] for name in ("chosen", "rejected")] == [talk[1:] for talk in WHOLE]
+
+
+def test_a2_a_pair_that_begins_with_another_prompt_than_its_own_is_refused(tmp_path: Path) -> None:
+    for prompt in ("3+3?", of("system be brief", "user 2+2?")):
+        with pytest.raises(DataError, match='both answers begin with another prompt than "prompt"'):
+            first(tmp_path, {"prompt": prompt, "chosen": WHOLE[0], "rejected": WHOLE[1]}, **PAIRS)
+
+
 def labelled(value: str) -> str:
     return f'{{"prompt": "?", "label": {value}}}'
 
