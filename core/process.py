@@ -45,28 +45,33 @@ def start_time(pid: int) -> int:
 
 
 class ProcessorTime:
-    """What the kernel says of the threads of this process. Linux; elsewhere it says nothing."""
+    """What the kernel says of the threads of this process since this was made. Linux; elsewhere it says nothing."""
 
     def __init__(self) -> None:
-        self._threads: dict[str, tuple[int, int]] = {}
+        self._threads = _threads()
         self._ran_ns = self._waited_ns = 0
 
     def seconds(self) -> dict[str, float]:
         """Sums over all threads: "cpu/ran" on a processor, "cpu/waited" ready to run while others had the processors.
         Of a thread that ended what it did after the last call is not counted."""
-        threads: dict[str, tuple[int, int]] = {}
-        with contextlib.suppress(OSError):
-            for thread in Path("/proc/self/task").iterdir():
-                with contextlib.suppress(OSError, ValueError):
-                    ran, waited, _ = (thread / "schedstat").read_text(encoding="ascii").split()
-                    threads[thread.name] = int(ran), int(waited)
-        for name, (ran, waited) in threads.items():
-            ran_before, waited_before = self._threads.get(name, (0, 0))
+        before, self._threads = self._threads, _threads()
+        for name, (ran, waited) in self._threads.items():
+            ran_before, waited_before = before.get(name, (0, 0))
             is_same = ran >= ran_before and waited >= waited_before  # else a new thread has the number
             self._ran_ns += ran - ran_before if is_same else ran
             self._waited_ns += waited - waited_before if is_same else waited
-        self._threads = threads
-        return {"cpu/ran": self._ran_ns / 1e9, "cpu/waited": self._waited_ns / 1e9} if threads else {}
+        return {"cpu/ran": self._ran_ns / 1e9, "cpu/waited": self._waited_ns / 1e9} if self._threads else {}
+
+
+def _threads() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each ran, and waited for a processor."""
+    found: dict[str, tuple[int, int]] = {}
+    with contextlib.suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError, ValueError):  # it ended; a kernel that does not count
+                ran, waited, _ = (thread / "schedstat").read_text(encoding="ascii").split()
+                found[thread.name] = int(ran), int(waited)
+    return found
 
 
 _PR_SET_PDEATHSIG = 1
