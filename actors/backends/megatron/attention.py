@@ -228,9 +228,12 @@ class PackedSelfAttention(SelfAttention):
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **options: Any) -> Any:
         """As megatron-core's."""
-        self._sequences = packed_seq_params
         base: Any = super()
-        return base.forward(*args, packed_seq_params=packed_seq_params, **options)
+        self._sequences = packed_seq_params
+        try:
+            return base.forward(*args, packed_seq_params=packed_seq_params, **options)
+        finally:
+            self._sequences = None  # no micro-batch stays on the device
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Of hidden states [T, 1, hidden]: queries [T, 1, heads, d], keys and values [T, 1, groups, d]."""
