@@ -17,6 +17,7 @@ from ...core.config.run import EnvironmentSettings
 from ...core.errors import DataError
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt, Sample
+from ..models.tokenizer import FolderTokenizer
 from ..user_code.process import Call
 from ..workflows.episode import ModelAccess
 from ..workflows.pool import TokensSoFar, WorkflowPool, spec_of
@@ -72,8 +73,8 @@ class EnvironmentPool(WorkflowPool):
 class EnvironmentPools:
     """One per rollout actor."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, environ: Mapping[str, str]) -> None:
-        spec, max_workers = spec_of(config, {}), config.rollout.workers
+    def __init__(self, config: RunConfig, tokenizer: FolderTokenizer, environ: Mapping[str, str]) -> None:
+        spec, max_workers = spec_of(config, tokenizer, {}), config.rollout.workers
         self.pools = {
             name: EnvironmentPool(name, of, spec, tokenizer, max_workers=max_workers, environ=environ)
             for name, of in config.environments.items()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
@@ -340,6 +341,17 @@ class RenderedChat:
     """Places of its `{% generation %}` blocks."""
 
 
+class TemplateParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a template is compiled of."""
+
+    source: str
+    place: str
+    names: dict[str, Any]
+    """Special tokens and arguments."""
+    day: date | None
+    with_tools: str
+
+
 class ChatTemplate:
     """A compiled template. `render` is pure: same messages, same text."""
 
@@ -357,8 +369,15 @@ class ChatTemplate:
         self.place = place
         """Where it was found, for messages."""
         self._arguments = {**special_tokens, **(arguments or {})}
+        self.parts = TemplateParts(
+            source=source, place=place, names=self._arguments, day=day, with_tools=with_tools
+        )  # fmt: skip
         self._plain = _Compiled(source, place, day)
         self._with_tools = _Compiled(with_tools, place, day) if with_tools else self._plain
+
+    @classmethod
+    def of(cls, parts: TemplateParts) -> ChatTemplate:
+        return cls(parts.source, parts.place, parts.names, day=parts.day, with_tools=parts.with_tools)
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False

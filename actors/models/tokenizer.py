@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from ...core.errors import DataError, ModelError
 from ...core.files import read_regular
 from ...core.samples import Message
-from .chat_template import ChatTemplate, PlainText, TemplateSettings, load_chat_template, template_of
+from .chat_template import (
+    ChatTemplate,
+    PlainText,
+    TemplateParts,
+    TemplateSettings,
+    load_chat_template,
+    template_of,
+)
 from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids
 from .tokenizer_files import (
     ADDED_TOKENS,
@@ -39,7 +47,24 @@ MAX_TRIED_SECONDS = 0.1
 """For a text of one letter, repeated up to so often; honest files need a thousandth."""
 MAX_TRIED_LETTERS = 16
 
+MAX_HANDED_BYTES = 48 << 20
+"""To a worker, in a frame of 64 MiB; the JSON of 262,144 tokens has half of it."""
+
 Tools = Sequence[dict[str, Any]]
+
+
+class TokenizerParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tokenizer for another process, which reads no folder then and needs no transformers: that takes half a second
+    and 60 MB to import."""
+
+    backend: str
+    """As in `tokenizer.json`."""
+    splits_special: bool
+    """Special tokens in texts are none."""
+    eos_token_ids: tuple[int, ...]
+    beyond: frozenset[int]
+    template: TemplateParts | None
+    """None: texts as they are."""
 
 
 @dataclass(eq=False)
@@ -58,6 +83,30 @@ class FolderTokenizer:
         """Ids the tokenizer knows; the model's embedding may have more rows."""
         self.template_place: str = self.template.place
         """Where the chat template was found, for messages."""
+
+    @classmethod
+    def of(cls, parts: TokenizerParts) -> FolderTokenizer:
+        """As it was where the parts were taken from."""
+        backend: Any = tokenizers.Tokenizer.from_str(parts.backend)
+        backend.encode_special_tokens = parts.splits_special
+        template = PlainText() if parts.template is None else ChatTemplate.of(parts.template)
+        return cls(backend, template, parts.eos_token_ids, parts.beyond)
+
+    def parts(self) -> TokenizerParts:
+        """Raises ModelError for one that is too large for a message."""
+        backend = self.tokenizer.to_str()
+        if (num_bytes := len(backend.encode())) > MAX_HANDED_BYTES:
+            raise ModelError(
+                f"the tokenizer has {num_bytes} bytes as JSON, worker processes take up to {MAX_HANDED_BYTES}",
+                remedy="take tokens out of it, or a workflow that is built in, which needs no worker",
+            )
+        return TokenizerParts(
+            backend=backend,
+            splits_special=bool(self.tokenizer.encode_special_tokens),
+            eos_token_ids=self.eos_token_ids,
+            beyond=self.beyond,
+            template=self.template.parts if isinstance(self.template, ChatTemplate) else None,
+        )
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False

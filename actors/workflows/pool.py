@@ -19,6 +19,7 @@ from ...core.config import RunConfig
 from ...core.errors import MemberFailed, MyxaError, UserCodeError
 from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_experts, joined_kept
+from ..models.tokenizer import FolderTokenizer
 from ..user_code.process import Call, Lost, WorkerPool
 from .episode import NO_STOPS, Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
 from .timeline import WaitNote
@@ -178,22 +179,19 @@ class WorkflowPool(WorkerPool):
             call.inbox.put_nowait(error)
 
 
-def spec_of(config: RunConfig, models: Mapping[str, ReachedModel]) -> WorkflowSpec:
+def spec_of(config: RunConfig, tokenizer: FolderTokenizer, models: Mapping[str, ReachedModel]) -> WorkflowSpec:
     of = config.rollout
     return WorkflowSpec(
         workflow=of.workflow,
         args=of.workflow_args,
         max_turns=of.max_turns,
         max_block_s=of.max_block_s,
-        model_path=config.model.path,
-        apply_chat_template=config.data.apply_chat_template,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        date=config.data.date,
+        tokenizer=tokenizer.parts(),
         models={name: one.spec for name, one in models.items()},
     )
 
 
-def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
+def make_pool(config: RunConfig, tokenizer: FolderTokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
     of = config.rollout
     limits = PhaseLimits(
         setup_s=of.setup_timeout_s,
@@ -202,7 +200,7 @@ def make_pool(config: RunConfig, tokenizer: Tokenizer, models: Mapping[str, Reac
         score_s=of.score_timeout_s,
         teardown_s=of.teardown_timeout_s,
     )
-    return WorkflowPool(spec_of(config, models), limits, tokenizer, max_workers=of.workers, models=models)
+    return WorkflowPool(spec_of(config, tokenizer, models), limits, tokenizer, max_workers=of.workers, models=models)
 
 
 async def _sent(call: Call, start: StartEpisode) -> None:

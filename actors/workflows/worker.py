@@ -24,7 +24,7 @@ from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import FinishReason, Message, Sample
-from ..models.tokenizer import load_tokenizer
+from ..models.tokenizer import FolderTokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
 from .episode import AskOther, Clients, Episode, ModelAccess, ModelsOfRollout, Turn, WorkflowContext
@@ -54,7 +54,7 @@ class WorkflowWorker(SharedLoop["Play"]):
         self.spec = spec = spec_decoder.decode(first)
         super().__init__(spec.max_block_s, outgoing, to_worker)
         self.workflow = self.load()
-        self.tokenizer = load_tokenizer(spec.model_path, spec)
+        self.tokenizer = FolderTokenizer.of(spec.tokenizer)
         self.renderer = TurnRenderer(self.tokenizer)
 
     def load(self) -> OwnWorkflow:

@@ -21,6 +21,7 @@ from ...core.errors import FailureKind
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
 from ...core.samples import I32, FinishReason, Prompt, Sample
+from ..models.tokenizer import TokenizerParts
 from ..user_code.process import Cancel, Ended, Stuck, Waits, array_in
 from .episode import ModelSpec
 from .timeline import WaitNote
@@ -49,10 +50,7 @@ class WorkflowSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     args: dict[str, Any]
     max_turns: int
     max_block_s: float
-    model_path: str
-    apply_chat_template: bool
-    chat_template_kwargs: dict[str, Any]
-    date: str
+    tokenizer: TokenizerParts
     models: dict[str, ModelSpec] = {}
 
 

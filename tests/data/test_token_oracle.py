@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.data.opened import open_prompts
 from tests.data.token_layouts import LAYOUTS, plain, qwen_class
 
 from myxa.actors.data.conversation import parse_messages
 from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate
-from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
+from myxa.actors.models.tokenizer import FolderTokenizer, TokenizerParts, load_tokenizer
 from myxa.actors.models.tokenizer_files import read_hf_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.actors.workflows.named import shown_turns
@@ -176,13 +177,17 @@ def test_a1_ids_equal_those_of_transformers(pair: tuple[Any, FolderTokenizer, Pa
     num_equal = 0
     for arguments in ARGUMENTS if "enable_thinking" in source else ARGUMENTS[:1]:
         template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=DAY)
-        mine = FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids)
+        mine = FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids, ours.beyond)
+        handed = FolderTokenizer.of(msgspec.msgpack.decode(msgspec.msgpack.encode(mine.parts()), type=TokenizerParts))
+        assert handed.parts() == mine.parts()
         for which, rows, tools, how in cases():
             wanted = judged(judge, rows, tools, how, arguments)
             opens, goes_on = how["add_generation_prompt"], how.get("continue_final_message", False)
             messages, error = parse_messages(rows, "prompt"), ""
             try:
                 found = mine.render(messages, add_generation_prompt=opens, tools=tools, goes_on=goes_on)
+                assert handed.render(messages, add_generation_prompt=opens, tools=tools, goes_on=goes_on) == found
+                assert handed.decode(found) == mine.decode(found)
             except DataError as caught:
                 found, error = None, str(caught)
             if found is None:

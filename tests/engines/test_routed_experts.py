@@ -234,8 +234,8 @@ async def test_groups_of_worker_processes_keep_experts_up_to_the_trainer(tmp_pat
     tokenizer = load_tokenizer(str(folder))
     (tmp_path / "flow.py").write_text(TWO_TURNS)
     spec = WorkflowSpec(
-        workflow=f"{tmp_path / 'flow.py'}:two", args={}, max_turns=4, max_block_s=1.0, model_path=str(folder),
-        apply_chat_template=True, chat_template_kwargs={}, date="",
+        workflow=f"{tmp_path / 'flow.py'}:two", args={}, max_turns=4, max_block_s=1.0,
+        tokenizer=tokenizer.parts(),
     )  # fmt: skip
     old = Sample(
         group_id=PROMPT.group_id, index=0, prompt_ids=TurnRenderer(tokenizer).prompt(PROMPT),

@@ -245,7 +245,7 @@ class Bench:
         tokenizer = load_tokenizer(folder)
         spec = WorkflowSpec(
             workflow=f"{flows}:{name}", args=args, max_turns=4, max_block_s=limits.pop("block_s", 1.0),
-            model_path=str(folder), apply_chat_template=True, chat_template_kwargs={}, date="",
+            tokenizer=tokenizer.parts(),
         )  # fmt: skip
         self.engine = Words(tokenizer)
         self.pool = WorkflowPool(spec, PhaseLimits(**{"teardown_s": 3.0, **limits}), tokenizer, max_workers=2)
