@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,10 +187,10 @@ def positive(unit: str) -> Callable[[str], float]:
     """The same for a number of `unit`, above 0."""
 
     def read(text: str) -> float:
-        value = float(text)
-        if not 0 < value < 1e6:
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {unit}")
-        return value
+        with suppress(ValueError):
+            if 0 < (value := float(text)) < 1e6:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit}")
 
     return read
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -69,7 +68,7 @@ async def follow(options: LaunchOptions) -> RunEnd:
 
 
 class _Follower:
-    """This node, as node 0 knows it: each of them waits for the other as long as that one says something new."""
+    """This node, as node 0 knows it."""
 
     def __init__(self, options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous) -> None:
         self._options = options
@@ -81,15 +80,13 @@ class _Follower:
         self._patience_s = options.timeouts.gather_s
 
     async def enlist(self) -> EnlistReply:
-        """What node 0 says. Raises LaunchError, CallError."""
-        news_s = time.monotonic()
+        """What node 0 says, which has its own deadlines for what comes before. Raises LaunchError, CallError."""
         with Waiting("asking node 0") as waiting:
             while True:
                 reply = await self._answer(lambda: self._supervisor.enlist(self._facts))
                 if reply.node >= 0:
                     return reply
-                news_s = news_s if reply.reason == waiting.text else time.monotonic()
-                if not reply.is_early or time.monotonic() - news_s > self._options.timeouts.gather_s:
+                if not reply.is_early:
                     raise LaunchError(f"node 0 refused this node: {reply.reason}")
                 waiting.now(reply.reason)
                 await asyncio.sleep(ASK_AGAIN_S)

@@ -30,6 +30,7 @@ from myxa.launch.waiting import Waiting
         (["set", "lr=1", "--resaon", "x"], "set does not take --resaon x -- did you mean --reason?"),
         (["step", "-1"], "argument N: '-1' is no whole number from 1 on"),
         (["plan", "run.toml", "--brief"], "plan does not take --brief -- `myxa plan --help` shows what it takes"),
+        (["up", "run.toml", "--start-timeout", "x"], "'x' is not a number of seconds"),
         (["logs", "all", "-n", "x"], "argument -n/--lines: 'x' is no whole number from 0 on"),
         (["scale", "rollout=-1"], "'rollout=-1': write ROLE=N with a whole number"),
         (["xyzzy"], "there are: up, launch, demo, "),
