@@ -87,7 +87,7 @@ def add_node_flags(spread: Parser) -> None:
     spread.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
     spread.add_argument("--rdzv-file", type=Path, metavar="FILE",
                         help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
-    add_timeout(spread, "rdzv", PATIENCE.gather_s, "to wait for the other machines")
+    add_timeout(spread, "rdzv", PATIENCE.gather_s, "to wait for another machine that says nothing new")
     add_timeout(spread, "lost", PATIENCE.lost_s, "of silence after which another machine is lost")
     spread.add_argument("--job-key", type=Path, metavar="FILE",
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip

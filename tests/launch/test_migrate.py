@@ -142,6 +142,16 @@ def test_units_and_defaults_are_those_of_the_other_program(
     assert not [said for said in one.lists["gone"] if said.split(" ")[0].lstrip("-") in kept], "in use, and not needed"
 
 
+def test_the_fewest_values_are_left_out_for_what_the_loader_refuses(tmp_path: Path) -> None:
+    sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --actor-num-gpus-per-node 8 --n-samples-per-prompt 8"
+    context = "--rollout-max-context-len 8 --rollout-max-response-len 512"
+    one, table = made("slime", f"python train.py {sizes} {context}", tmp_path)
+    assert (table["megatron"], table["roles"]["trainer"]["count"]) == ({"tp": 2}, 8)
+    assert ("context_length" in table.get("engine", {})) + ("max_new_tokens" in table.get("rollout", {})) == 1
+    left_out = [said for said in one.lists["hand"] if "was left out" in said]
+    assert len(left_out) == 2 and "--pipeline-model-parallel-size 3" in left_out[0] + left_out[1]
+
+
 def test_how_verl_samples_for_evaluation_is_not_dropped(tmp_path: Path) -> None:
     one, _ = made("verl", "python -m verl.trainer.main_ppo rollout.val_kwargs.top_p=0.7", tmp_path)
     assert "val_kwargs.top_p 0.7" in "".join(one.lists["hand"])
