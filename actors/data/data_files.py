@@ -34,14 +34,16 @@ LEDGER_MAGIC = b"SQLite format 3"
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
-    (b"BZh", "bzip2-compressed", "unpack it"),
-    (b"\xfd7zXZ", "xz-compressed", "unpack it"),
+    *((magic, f"{what}-compressed", "unpack it") for magic, what in (
+        (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"7z\xbc\xaf", "7z"), (b"\x04\x22\x4d\x18", "lz4"))),
     (b"\xff\xfe\x00\x00", "UTF-32 text", "save it as UTF-8"),
     *((magic, "UTF-16 text", "save it as UTF-8")
       for magic in (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")),
     (b"PARE", "encrypted parquet", "decrypt it"),
     (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
-    (b"\x93NUMPY", "a numpy file", "write it as JSONL"),
+    *((magic, f"{what} file", "write it as JSONL") for magic, what in (
+        (b"\x93NUMPY", "a numpy"), (b"\x80\x04", "a pickle"), (b"\x80\x05", "a pickle"), (b"ORC", "an ORC"),
+        (b"Obj\x01", "an Avro"), (b"\x89HDF", "an HDF5"), (b"\xd0\xcf\x11\xe0", "an Excel"), (b"<?xml", "an XML"))),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
 UNREAD = (".csv", ".tsv", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".part")

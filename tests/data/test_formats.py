@@ -191,6 +191,7 @@ FOREIGN: list[tuple[str, bytes, str]] = [
     ("t.arrow", b"plain text", "no Arrow"), ("t.arrow", b"ARROW1\x00\x00 and so on", "Arrow"),
     ("t.arrow", b"\xff\xff\xff\xff and so on", "Arrow"), ("t.jsonl", "{}".encode("utf-16"), "UTF-16"),
     ("t.jsonl", '{"prompt"'.encode("utf-16-le"), "UTF-16"), ("t.jsonl", "{}".encode("utf-32"), "UTF-32"),
+    ("t.pkl", b"\x80\x04\x95", "a pickle file"), ("t.orc", b"ORC\n", "an ORC file"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "lz4-compressed"),
     ("t.jsonl", b"PK\x03\x04", "zip"), ("t.jsonl", b"<!DOCTYPE html>", "web page"),
     ("t.csv", b"prompt,label\n2+2,4\n", "CSV"), ("t.jsonl", b"", "empty"), ("t.jsonl", b"\xef\xbb\xbf", "empty"),
 ]  # fmt: skip
