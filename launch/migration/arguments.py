@@ -55,7 +55,7 @@ TOKEN = re.compile(
 """What is between words (comments, redirections, here-documents), an array, the end of a statement, or a word."""
 PIECES, IN_QUOTES = re.compile(PIECE, re.DOTALL), re.compile(rf"\\.|{DOLLAR}", re.DOTALL)
 ALL_OF_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
-PARAMETER = re.compile(r"(\w+)(?::?[-=](.*))?", re.DOTALL)
+PARAMETER = re.compile(r"(\w+)(?:(:?)[-=](.*))?", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OPENS = ("if", "for", "while", "until", "case", "select")
 DEPTHS = {
@@ -65,7 +65,14 @@ DEPTHS = {
 }  # fmt: skip
 """Words before a command -> the blocks that they open."""
 OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
-SUMS: dict[Any, Any] = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+
+
+def _quotient(a: int, b: int) -> int:
+    """As a shell has it: towards 0."""
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+SUMS: dict[Any, Any] = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: _quotient}
 FLAG = re.compile(r"--[A-Za-z]")
 OVERRIDE = re.compile(r"\+{0,2}([\w@/-]+(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 SECRET = re.compile(r"(?i)(api|wandb|access|auth|admin)[-_.]?(api[-_.]?)?(key|token)|password|secret")
@@ -224,8 +231,8 @@ class Script:
             return ""
         named = PARAMETER.fullmatch(name)
         value = self.variables.get(named[1]) if named else None
-        if named and not value and named[2] is not None:
-            value = PIECES.sub(self._piece, named[2]).replace(SPLIT, " ")
+        if named and named[3] is not None and not (value or (value == "" and not named[2])):
+            value = PIECES.sub(self._piece, named[3]).replace(SPLIT, " ")
         return self._counted(value) if value is not None else f"${{{name}}}" if name else "$"
 
     def _counted(self, value: str) -> str:

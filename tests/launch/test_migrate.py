@@ -230,19 +230,20 @@ def test_what_may_or_may_not_be_done_is_not_guessed(tmp_path: Path) -> None:
 
 def test_words_are_split_and_joined_as_bash_does(tmp_path: Path) -> None:
     """Where bash is there, it prints the words that the reader must find."""
-    text = """X="a b" Y='$X' EMPTY=; A=(--one "$X" --two $X '--three' "x\\"y" --four=$Y); A+=(--five "${N:-"p q"}" "$((2*3))" '')\n"""
+    text = """X="a b" Y='$X' EMPTY=; A=(--one "$X" --two $X '--three' "x\\"y" --four=$Y); A+=(--five "${N:-"p q"}" "$((2*3))" '' --nine "${EMPTY-d}" "${EMPTY:-e}" "$(((1-8)/2))")\n"""
     call = 'python train.py --zero a\\ b\'c\'"d" ${A[@]+x} "${A[@]}" --six "" $EMPTY --sev#en 7 # --eight 8\n'
     call = call.replace("${A[@]+x} ", "")
     one, _ = made("slime", text + call, tmp_path)
     assert {name: value for name, (value, _) in one.found.given.items()} == {
         "zero": "a bcd", "one": "a b", "two": ["a", "b"], "three": 'x"y', "four": "$X", "five": ["p q", "6", ""],
+        "nine": ["", "e", "-3"],
         "six": "", "sev#en": "7",
     }  # fmt: skip
     bash = shutil.which("bash")
     if bash is not None:
         script = text + call.replace("python train.py", "printf '%s\\n'")
         said = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=20, check=True, env={})
-        words = '--zero|a bcd|--one|a b|--two|a|b|--three|x"y|--four=$X|--five|p q|6||--six||--sev#en|7'
+        words = '--zero|a bcd|--one|a b|--two|a|b|--three|x"y|--four=$X|--five|p q|6||--nine||e|-3|--six||--sev#en|7'
         assert said.stdout.splitlines() == words.split("|")
 
 
