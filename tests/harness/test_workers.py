@@ -13,6 +13,7 @@ import pytest
 from tests.harness.waiting import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib")
 FILES = {
     "conftest.py": "from tests.harness.workers import pytest_addoption, pytest_runtestloop",
     "test_waits.py": """
@@ -44,14 +45,44 @@ FILES = {
 }
 
 
+FOLDERS = {
+    "conftest.py": """
+        import pytest
+        from tests.harness.workers import pytest_addoption, pytest_runtestloop
+
+        @pytest.fixture(scope="session")
+        def lives():
+            lives = []
+            yield lives
+            assert lives == [["a"], ["b"], ["c"]], lives
+
+        @pytest.fixture(scope="module")
+        def life(lives, request):
+            yield lives
+            lives.append([request.path.parent.name])
+    """,
+    **{f"{name}/test_{name}.py": "def test_one(life): pass\ndef test_two(life): pass" for name in "abc"},
+}
+
+
+def test_a_file_s_fixtures_end_with_it_and_those_of_the_session_with_all(tmp_path: Path) -> None:
+    for name, text in FOLDERS.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [*PYTEST, "--workers", "1", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("how", ["-x", "SIGINT", "SIGKILL"])
 def test_it_leaves_no_process(how: str, tmp_path: Path) -> None:
     for name, text in FILES.items():
         if how == "-x" or name != "test_fails.py":
             (tmp_path / name).write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-x"]
     session = subprocess.Popen(
-        [*command, "--workers", "2", str(tmp_path)], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [*PYTEST, "-x", "--workers", "2", str(tmp_path)], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     pids = tmp_path / "pids"

@@ -72,8 +72,7 @@ class Worker:
     def _run_files(self) -> None:
         while (number := self._ask()) != NO_FILE:
             items = self._files[number]
-            other = self._files[number - 1][0] if len(self._files) > 1 else None
-            for item, after in zip(items, [*items[1:], other], strict=True):  # fixtures of the session stay
+            for item, after in zip(items, [*items[1:], self._session], strict=True):  # its fixtures stay
                 self._config.hook.pytest_runtest_protocol(item=item, nextitem=after)
 
     def _ask(self) -> int:
