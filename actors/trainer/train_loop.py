@@ -142,7 +142,8 @@ class TrainLoop:
         self.link = CoordinatorLink(report, self.publisher)
         self._parts = PartMetrics()
         self._trained_s = deque[float](maxlen=50)
-        """How long the newest steps took the ranks."""
+        """How long the newest steps took the ranks, but for the first one, which warms up."""
+        self._is_warm = False
         self._may_go = asyncio.Event()
         self._ranks_are_free = asyncio.Lock()
         """Held by the loop but at boundaries: ranks take one call after another, all in the same order."""
@@ -283,7 +284,8 @@ class TrainLoop:
         manifest = await self._publish_if_due(made)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
-        self._trained_s.append(metrics.get("train/step_s", 0.0))
+        self._trained_s.extend([metrics.get("train/step_s", 0.0)] * self._is_warm)
+        self._is_warm = True
         metrics |= slowest_tenth(self._trained_s)
         group_ids = tuple(g.group_id for g in batch.groups)
         report = StepReport(step=version, version=made, metrics=metrics, lags=plan.lags, group_ids=group_ids)
