@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from myxa.actors.buffer.finished_groups import SampleLog
 from myxa.actors.group_text import MAX_CHARS, group_text
 from myxa.actors.sinks.jsonl import JsonlSink
-from myxa.core.activity import TelemetryBuffer
+from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
 from myxa.core.messages import GroupText, Telemetry
 from myxa.core.samples import Group, Message, Prompt, Sample
@@ -204,6 +205,24 @@ def test_samples_wait_within_bounds_while_the_monitor_is_away() -> None:
         num_dropped += bundle.dropped.get("samples", 0)
         assert len(msgspec.json.encode(bundle)) < 1 << 20, "what one message may be"
     assert num_dropped == 136
+
+
+def test_groups_that_would_push_out_others_are_counted_and_not_written_down() -> None:
+    clock = SystemClock()
+    buffer = TelemetryBuffer("buffer", clock, meter=ActivityMeter("buffer", clock))
+    log = SampleLog(buffer, clock, 8)
+    for step in range(20):
+        for number in range(log.num_wanted(step)):
+            buffer.sample(told(step, number))
+    bundles = [buffer.drain()]
+    while len(buffer):
+        bundles.append(buffer.drain())
+    assert [group.step for bundle in bundles for group in bundle.samples] == [
+        step for step in range(8) for _ in range(8)
+    ]
+    assert not any(bundle.dropped for bundle in bundles)
+    assert bundles[0].metrics[0].values["samples/left_out"] == 12 * 8
+    assert log.num_wanted(20) == 8, "there is room again"
 
 
 def ended_run(folder: Path) -> Path:
