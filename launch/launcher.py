@@ -163,7 +163,7 @@ async def _made_ready(
 ) -> tuple[str, Frozen, RunDir]:
     """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack.
     Returns what the other nodes get before they join, as TOML, too."""
-    with Waiting("checking what the run needs", is_quiet=options.is_quiet) as waiting:
+    with Waiting("checking what the run needs", sys.stdout, is_quiet=options.is_quiet) as waiting:
         if not options.place.is_alone:
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
         config = await in_daemon_thread(partial(fetched, config, say=waiting.say, doing=waiting.now), "hub")

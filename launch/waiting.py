@@ -1,10 +1,11 @@
-"""What a command says while it works and has no screen: on stderr, apart from the output that programs read."""
+"""What a command says while it works and has no screen: apart from an answer that programs read."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from typing import TextIO
 
 FIRST_S = 1.0
 AGAIN_S = 10.0
@@ -13,9 +14,11 @@ AGAIN_S = 10.0
 class Waiting:
     """Inside, what is done is said once it lasts, and then again and again, with the seconds since the beginning."""
 
-    def __init__(self, text: str, *, is_quiet: bool = False) -> None:
+    def __init__(self, text: str, file: TextIO | None = None, *, is_quiet: bool = False) -> None:
+        """`file`: stdout where all that is said is for people; else stderr."""
         self.text = text
         """What is done now."""
+        self._file = file or sys.stderr
         self._is_quiet = is_quiet
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="waiting", daemon=True)
@@ -26,7 +29,7 @@ class Waiting:
 
     def say(self, text: str) -> None:
         if not self._is_quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=self._file, flush=True)
 
     def __enter__(self) -> Waiting:
         self._thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -66,7 +67,7 @@ def launch_options(options: argparse.Namespace, *, program: str = "", **more: An
 
 
 def _up(options: argparse.Namespace, **place: Any) -> int:
-    with Waiting("reading the run file", is_quiet=options.quiet):
+    with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet):
         from ...core.config import load_config
         from ..launcher import launch
 
@@ -179,7 +180,9 @@ def _add_init(parser: Parser) -> None:
 
 def _init(options: argparse.Namespace) -> int:
     print(f"writing a task into {options.folder}", flush=True)
-    with Waiting("looking at the model" if options.model else "loading what makes a small model") as waiting:
+    with Waiting(
+        "looking at the model" if options.model else "loading what makes a small model", sys.stdout
+    ) as waiting:
         from ..demo.run import begin_task
 
         return begin_task(options.folder, options.model, waiting.now)
@@ -257,7 +260,7 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
     place = place_of(options) if is_on_several(options) else {}
     run_dir = RunDir(named.resolve())
     with no_longer_alive(run_dir):
-        with Waiting("checking checkpoints", is_quiet=options.quiet):
+        with Waiting("checking checkpoints", sys.stdout, is_quiet=options.quiet):
             # one that was named is verified in full before newer ones are put away for it
             point = choose_point(run_dir.path, options.version, reads_all=options.version is not None)
         return _resume_launch(run_dir, point, options, place)

@@ -14,6 +14,7 @@ import random
 import runpy
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def run_demo(options: DemoOptions) -> int:
 
 def warm_up(options: DemoOptions) -> RunEnd:
     """Make model and data, run the supervised stage; if it was not stopped, `<folder>/sft/export` is the warm model."""
-    with Waiting("making model and rows", is_quiet=options.is_quiet):
+    with Waiting("making model and rows", sys.stdout, is_quiet=options.is_quiet):
         prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
     if result.run_dir is not None and result.version == _config(options, "sft").run.num_steps:

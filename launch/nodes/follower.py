@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -81,7 +82,7 @@ class _Follower:
 
     async def enlist(self) -> EnlistReply:
         """What node 0 says, which has its own deadlines for what comes before. Raises LaunchError, CallError."""
-        with Waiting("asking node 0") as waiting:
+        with Waiting("asking node 0", sys.stdout) as waiting:
             while True:
                 reply = await self._answer(lambda: self._supervisor.enlist(self._facts))
                 if reply.node >= 0:
@@ -93,7 +94,7 @@ class _Follower:
 
     async def take_part(self, runtime: Path, told: EnlistReply) -> RunEnd:
         options, place = replace(self._options, program=told.program), self._place
-        with Waiting("reading the run file of node 0") as waiting:
+        with Waiting("reading the run file of node 0", sys.stdout) as waiting:
             work = asyncio.get_running_loop().create_task(self._made_ready(runtime, told, waiting))
             try:
                 while not (await asyncio.wait({work}, timeout=ASK_AGAIN_S))[0]:
