@@ -194,11 +194,9 @@ def begin_next_life(run_dir: RunDir, point: ResumePoint, config: str | None = No
             point.checkpoint.replace(point.place)
         shutil.rmtree(run_dir.path / "weights", ignore_errors=True)
     life = Life(
-        version=point.version,
-        ledger=point.ledger_words,
-        floor=int(recorded(run_dir.path / LEDGER, "payload_floor")),
-        passed_over=point.passed_over,
-    )
+        version=point.version, ledger=point.ledger_words,
+        floor=int(recorded(run_dir.path / LEDGER, "payload_floor")), passed_over=point.passed_over,
+    )  # fmt: skip
     origin = msgspec.structs.replace(origin, lives=(*origin.lives, life))
     origin.save(run_dir.path)
     with raised_as(LaunchError, f"{point.place} cannot be written", OSError, remedy="check disk and rights"):
