@@ -81,14 +81,14 @@ async def searches(ctx, prompt):
     return ctx.episode.sample(reward=1.0)
 
 class Scored:
-    def setup(self, ctx, prompt): time.sleep(0.02)
+    def setup(self, ctx, prompt): time.sleep(0.1)
     def run(self, ctx, prompt):
         ctx.episode.generate()
         with ctx.episode.waits_for("tool", "x" * 1000): time.sleep(0.05)
         if prompt.metadata["modes"]:
             with ctx.episode.waits_for("weather"): pass
     def score(self, ctx, sample):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return 1.0
 
 class Env:
