@@ -110,12 +110,12 @@ class Reporter:
     def clock(self) -> Clock:
         return self.ctx.clock
 
-    def tell(self, kind: str, text: str, **data: object) -> None:
+    def tell(self, kind: str, text: str, **data: Any) -> None:
         """An event, which is logged too."""
         self.ctx.log.info("%s: %s", kind, text)
         self.telemetry.event(kind, text, **data)
 
-    def warn(self, kind: str, text: str, **data: object) -> None:
+    def warn(self, kind: str, text: str, **data: Any) -> None:
         self.ctx.log.warning("%s: %s", kind, text)
         self.telemetry.event(kind, text, **data)
 

@@ -59,7 +59,8 @@ def test_the_host_does_not_wait_for_numbers_of_the_device(backends: Backends) ->
     """In a log-prob pass and in the norm of gradients: a GPU would be idle meanwhile."""
     backend, (shard,) = backends(algo={"minibatches": 3, "batch_size": 6}), make_shards(31, minibatches=3)
     backend.train(shard, {})
-    assert reads_of(backend._parts.stepper.policy, shard) == (0, 0)
+    parts = backend._parts
+    assert parts is not None and reads_of(parts.stepper.policy, shard) == (0, 0)
 
 
 def test_what_the_run_file_says_of_masking_is_done_and_told(backends: Backends) -> None:
