@@ -49,11 +49,12 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
             return True
         has_more = bool(len(buffer))  # what comes while this is sent is for the next time
+        sending = asyncio.ensure_future(_within(timeout_s, send(bundle)))  # noqa: TID251 -- awaited here
         try:
-            async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that comes with the answer
-                await send(bundle)
+            await asyncio.shield(sending)
         except asyncio.CancelledError:
-            buffer.put_back(bundle)  # the last words are sent twice, at worst, rather than never
+            if not await _has_arrived(sending):
+                buffer.put_back(bundle)  # the last words are sent twice, at worst, rather than never
             raise
         except AWAY as error:
             buffer.put_back(bundle)
@@ -69,6 +70,17 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             continue
         if not has_more:
             return True
+
+
+async def _within(timeout_s: float, sending: Awaitable[None]) -> None:
+    async with asyncio.timeout(timeout_s):
+        await sending
+
+
+async def _has_arrived(sending: asyncio.Future[None]) -> bool:
+    """Of a report that is under way when the actor is told to stop: sent again it would count twice."""
+    await asyncio.wait({sending}, timeout=TIMEOUTS.monitor.last_words_s)
+    return not sending.cancel() and not sending.cancelled() and sending.exception() is None
 
 
 async def report_forever(buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S) -> None:

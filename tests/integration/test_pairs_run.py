@@ -123,7 +123,7 @@ def test_a_reward_model_is_trained_on_each_pair_once_through_kills_and_judges_ot
     rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
     too_long = {"prompt": "a", "chosen": "b" * 3000, "rejected": "c"}
     (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, too_long)))
-    run_dir = killed_twice(tmp_path, tmp_path / "reward.toml")
+    run_dir = killed_twice(tmp_path, tmp_path / "reward.toml", "eval.every=4")  # a kill may end one of them
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:
         trained = ledger.execute("select draw, step from groups where step >= 0").fetchall()
     assert sorted(draw for draw, _ in trained) == list(range(640))

@@ -152,3 +152,22 @@ async def test_a_cancelled_report_keeps_what_it_held_for_the_last_words() -> Non
     assert await report_once(buffer, receiver)
     assert [point.step for bundle in receiver.bundles for point in bundle.metrics] == [1, 2]
     assert not any(bundle.dropped for bundle in receiver.bundles)
+
+
+async def test_a_report_under_way_when_the_actor_stops_arrives_once() -> None:
+    buffer, arrived = TelemetryBuffer("trainer/0", SystemClock()), list[Telemetry]()
+    is_there, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(bundle: Telemetry) -> None:
+        arrived.append(bundle)
+        is_there.set()
+        await may_answer.wait()
+
+    buffer.metric(1, {"train/loss": 1.0})
+    task = asyncio.create_task(report_forever(buffer, slow, 0.0))
+    await is_there.wait()
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.05, may_answer.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [point.step for bundle in arrived for point in bundle.metrics] == [1]
