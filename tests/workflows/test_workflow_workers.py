@@ -558,8 +558,9 @@ async def test_d04_teardown_runs_when_the_actor_ends_and_when_a_group_is_given_u
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+        made.loads.clear()
         second = asyncio.ensure_future(made.run(1, ["hang"]))
-        await until(lambda: len(made.engine.requests) == 3)
+        await until(lambda: (0, 1, "Env.step (flows.py)") in made.loads)
         await made.pool.close()
         with pytest.raises((MemberFailed, UserCodeError)):
             await second
