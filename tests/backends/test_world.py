@@ -76,6 +76,9 @@ try:
         pass
 except MyxaError as error:
     done(str(error))
+(place / f"ended.{rank}").touch()
+while rank == 0 and not all((place / f"ended.{other}").exists() for other in (1, 2)):  # it hosts the store
+    threading.Event().wait(0.02)
 world.close()
 """
     )

@@ -77,7 +77,7 @@ TOY = Path(__file__).parents[1] / "launch"
 def two_nodes(tmp_path: Path, slow: int, pause_s: float, wait_s: int) -> Iterator[tuple[Path, list[Command]]]:
     """Toys, of which one node has to fetch the model first, with a pause after each 16 KiB."""
     hub, launchers = Hub(), list[Command]()
-    repo = hub.add("models", "acme/large", {"config.json": b"{}", "model.safetensors": bytes(40 * MIB)})
+    repo = hub.add("models", "acme/large", {"config.json": b"{}", "model.safetensors": bytes(80 * MIB)})
     (tmp_path / "run.toml").write_text(
         '[run]\nname = "toy"\n[model]\npath = "hf://acme/large"\n[data]\ntrain = "d.jsonl"\n'
     )
@@ -105,7 +105,7 @@ def two_nodes(tmp_path: Path, slow: int, pause_s: float, wait_s: int) -> Iterato
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_node_is_waited_for_while_its_download_goes_on(tmp_path: Path, slow: int) -> None:
     began_s = time.monotonic()
-    with two_nodes(tmp_path, slow, 0.003, 5) as (_, launchers):
+    with two_nodes(tmp_path, slow, 0.0018, 6) as (_, launchers):  # 10 MiB, which are news, take a second and more
         logs = tmp_path / "runs" / "latest" / "logs"
 
         def is_up() -> bool:
@@ -116,7 +116,7 @@ def test_a_node_is_waited_for_while_its_download_goes_on(tmp_path: Path, slow: i
         wait_until(lambda: is_up() or any(one.poll() is not None for one in launchers), "the actors", 60)
         said = [(tmp_path / f"said.{node}").read_text() for node in range(2)]
         assert is_up(), said
-        assert time.monotonic() - began_s > 7, "longer than --rdzv-timeout"
+        assert time.monotonic() - began_s > 8, "longer than --rdzv-timeout"
         assert ("node 0 is not ready", "node 1 (")[slow] in said[1 - slow], said[1 - slow]
         (logs.parent / "finish").touch()
         assert [one.wait(30) for one in launchers] == [0, 0]

@@ -39,15 +39,16 @@ class Ballast:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "ballast"
 
-    def fill(self) -> None:
+    def fill(self, leave: int = 0) -> None:
         """Take what is free; again, what has become free since: a run deletes what it could not write whole."""
+        self._path.parent.mkdir(exist_ok=True)
         with self._path.open("ab") as file:
             for piece in (MIB, 4096):
-                self._pour(file.fileno(), piece)
+                self._pour(file.fileno(), piece, leave)
         print(f"{self._path.stat().st_size} bytes of ballast, {free_bytes(self._path.parent)} are left")
 
-    def _pour(self, descriptor: int, piece: int) -> None:
-        while free_bytes(self._path.parent) >= piece:
+    def _pour(self, descriptor: int, piece: int, leave: int) -> None:
+        while free_bytes(self._path.parent) >= piece + leave:
             try:
                 os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, piece)
             except OSError:  # the run was faster
@@ -103,6 +104,8 @@ def asked(verb: str, run_dir: Path) -> str:
 
 def play(folder: Path) -> None:
     lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4)
+    ballast = Ballast(folder / "runs")
+    ballast.fill(leave=64 * MIB)  # of what is left then the run is not faster
     try:
         lives.begin()
         lives.until_version(1)
@@ -110,7 +113,7 @@ def play(folder: Path) -> None:
             reader.execute("BEGIN")
             reader.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the log keeps its pages and has to grow
             lives.until_version(3)  # there is a checkpoint to go on from
-            is_full_for_a_while(lives, Ballast(folder / "runs"))
+            is_full_for_a_while(lives, ballast)
         check_each_once(lives.run_dir)
         audit = audit_ledger(lives.run_dir / "ledger.sqlite")
         lost = set(audit.dropped) - {STALE}  # going back, some may be too old: drawn again
