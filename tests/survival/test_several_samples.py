@@ -50,6 +50,7 @@ def test_rollouts_of_several_samples_outlive_their_actor(tmp_path: Path) -> None
         for done in (2, 5):
             wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
+            wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
             os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)
             num_groups += check_whole_rollouts(job.run_dir() / "ledger.sqlite")
         text, _ = process.communicate(timeout=150)
