@@ -78,7 +78,7 @@ async def _within(timeout_s: float, sending: Awaitable[None]) -> None:
 
 
 async def _has_arrived(sending: asyncio.Future[None]) -> bool:
-    """Of a report that is under way when the actor is told to stop: sent again it would count twice."""
+    """Of a report that is under way when the actor stops: sent again it would count twice."""
     await asyncio.wait({sending}, timeout=TIMEOUTS.monitor.last_words_s)
     return not sending.cancel() and not sending.cancelled() and sending.exception() is None
 
