@@ -17,11 +17,10 @@ import random
 import string
 import subprocess
 import sys
-import threading
 from collections.abc import Generator
 from pathlib import Path
 
-from figures import Report, parser, work_folder
+from figures import Report, parser, repeating, work_folder
 from make_model import make_apart
 from run_figures import read_run, tell_run
 from servers import ServerDiedError
@@ -65,25 +64,18 @@ def run_sets(choice: Choice, url: str) -> list[str]:
 def asking(runs: Path) -> Generator[list[str]]:
     """While it is open the newest run is asked every few seconds what holds it back; its answers."""
     said: list[str] = []
-    is_over = threading.Event()
 
     def ask() -> None:
-        while not is_over.wait(ASK_S):
-            run_dir = newest_run(runs)
-            if run_dir is None or not has_begun(run_dir):
-                continue
-            words = [sys.executable, "-m", "myxa.launch", "why", "--run", str(run_dir)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-            if done.returncode == 0:
-                said.append(" / ".join(done.stdout.split("\n")[:2]))
+        run_dir = newest_run(runs)
+        if run_dir is None or not has_begun(run_dir):
+            return
+        words = [sys.executable, "-m", "myxa.launch", "why", "--run", str(run_dir)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            said.append(" / ".join(done.stdout.split("\n")[:2]))
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
+    with repeating(ask, ASK_S):
         yield said
-    finally:
-        is_over.set()
-        thread.join(30)
 
 
 def main() -> None:

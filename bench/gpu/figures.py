@@ -7,12 +7,14 @@ Figures go to `gpu.md` and, by part, to `gpu.json` in `$OUT`, or in `./bench-out
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,24 @@ def work_folder() -> Path:
     folder = Path(os.environ.get("GPU_WORK") or out_folder() / "work").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def repeating(look: Callable[[], object], every_s: float) -> Generator[None]:
+    """While it is open `look` is called in a thread, with so many seconds between."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.wait(every_s):
+            look()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(30.0)
 
 
 def part_seconds(otherwise: float) -> float:

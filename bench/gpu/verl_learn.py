@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import threading
 import time
 from collections.abc import Generator, MutableMapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import verl_step
-from figures import Report, median, number, parser, part_seconds, some_of, work_folder
+from figures import Report, median, number, parser, part_seconds, repeating, some_of, work_folder
 from make_model import make_learner
 from reverse_task import write_data
 from run_figures import lines, read_run
@@ -98,19 +97,9 @@ def row(case: str, learnt: Learnt, reward: float) -> tuple[str, ...]:
 @contextlib.contextmanager
 def peak_memory() -> Generator[list[float]]:
     """MiB of the GPU in use, looked up while it is open."""
-    seen, is_over = [0.0], threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(0.5):
-            seen.append(verl_step.used_mib())
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
+    seen = [0.0]
+    with repeating(lambda: seen.append(verl_step.used_mib()), 0.5):
         yield seen
-    finally:
-        is_over.set()
-        thread.join(15.0)
 
 
 def myxa_sets(case: str, options: Any, choice: Choice) -> list[str]:
