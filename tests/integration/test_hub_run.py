@@ -18,6 +18,7 @@ from tests.harness.hub import Asker, Hub
 from tests.harness.run_job import make_job
 from tests.harness.waiting import wait_until
 
+from myxa.actors.hub import LOOK_BYTES
 from myxa.core.config import load_config
 from myxa.launch.run_dir import RunDir
 
@@ -137,9 +138,9 @@ def test_a_node_whose_download_stands_still_and_a_dead_one_are_given_up(tmp_path
 
 def test_plan_of_a_large_model_reads_its_config_alone(tmp_path: Path) -> None:
     make_job(tmp_path)
-    hub, gib = Hub(), 1 << 30
-    hub.add_folder("models", "acme/policy", tmp_path / "model", sizes={"model.safetensors": gib})
-    hub.add("datasets", "acme/rows", {"rows.parquet": b"PAR1"}, sizes={"rows.parquet": 2 * gib})
+    hub, size = Hub(), LOOK_BYTES + 1
+    hub.add_folder("models", "acme/policy", tmp_path / "model", sizes={"model.safetensors": size})
+    hub.add("datasets", "acme/rows", {"rows.parquet": b"PAR1"}, sizes={"rows.parquet": size + 1})
     flags = ("--set", "model.path=acme/policy", "--set", "data.train=acme/rows", "--json")
     with hub.serving():
         done = run("plan", "run.toml", *flags, folder=tmp_path, env=hub.env(tmp_path / "home"))
@@ -148,8 +149,8 @@ def test_plan_of_a_large_model_reads_its_config_alone(tmp_path: Path) -> None:
         gated = run("plan", "run.toml", *flags, folder=tmp_path, env=hub.env(tmp_path / "other"))
     assert done.returncode == 0, done.stdout
     assert [(one["key"], one["num_bytes"]) for one in told["downloads"]] == [
-        ("model.path", gib),
-        ("data.train", 2 * gib),
+        ("model.path", size),
+        ("data.train", size + 1),
     ]
     assert told["num_parameters"] and told["batch"] and told["problems"] == []
     assert not [one for one in hub.asked if one.startswith("GET") and one.endswith((".safetensors", ".parquet"))]
