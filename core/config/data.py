@@ -75,10 +75,10 @@ def parse_source(text: str) -> Source:
     """Split a name from its slice. Raises ValueError saying what is wrong with it."""
     if not text:
         raise ValueError("must not be empty")
-    if "://" in text and not text.startswith(HUB):
-        raise ValueError("is an address: name a file, or a data set of the hub")
-    if check_name_text(text).startswith(HUB):
+    if text.startswith(HUB):
         HubName.of("dataset", SLICE.sub("", text))
+    else:
+        check_name_text(text, "a file, or a data set of the hub")
     match = SLICED.fullmatch(text)
     if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):
         raise ValueError(FORM)

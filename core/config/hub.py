@@ -91,9 +91,10 @@ def hub_text(text: str, kind: Kind, folder: Path) -> str:
 
 
 def _check_model(text: str) -> str:
-    if text.startswith(HUB):
-        HubName.of("model", text)
-    return check_name_text(text)
+    if not text.startswith(HUB):
+        return check_name_text(text, "a folder, or a model of the hub: org/name")
+    HubName.of("model", text)
+    return text
 
 
 ModelPath = Annotated[str, Means("model"), AfterValidator(_check_model)]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tomllib
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +23,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import ConfigError, MyxaError
-from ..suggestion import suggest
+from ..suggestion import nearest, suggest
 from .data import ENVIRONMENT
 from .hub import KINDS, hub_text
 from .root import RunConfig
 from .section import (
+    ANY_NAME,
     CONFLICTS,
     Conflict,
     KeyPath,
@@ -39,6 +41,7 @@ from .section import (
     keys_of,
     table_at,
     table_made_at,
+    walk,
 )
 
 DECODE_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
@@ -154,7 +157,7 @@ def inspect_config(
     layers.table.setdefault("data", {})  # it says which key is missing
     run = as_table(layers.table.setdefault("run", {}))
     if run is not None:
-        run.setdefault("dir", str(Path.cwd() / "runs"))
+        run["dir"] = run.get("dir") or str(Path.cwd() / "runs")
     agent = as_table(layers.table.get("agent")) or {}
     if agent.get("command") and not agent.get("dir"):  # of an override
         agent["dir"] = str(Path(files[0]).absolute().parent)
@@ -198,16 +201,17 @@ class _Layers:
             self.problems.append(_problem((), "must look like section.key=value", origin))
             return
         _, found, left = find(RunConfig, path)
+        form = None if found is None else found.annotation
+        takes_text = (form is str and not left) or (form == dict[str, str] and len(left) == 1)
         try:
-            value = _override_value(shown)
-            is_free = bool(left) and found is not None and found.annotation == Table
+            value = _override_value(shown, takes_text)
+            is_free = bool(left) and form == Table
             if is_free and value == shown and shown.lower() in ("true", "false"):
                 raise ValueError("write true or false in small letters, or the text in quotes")
         except ValueError as error:
             self.problems.append(_problem(path, f"is not a TOML value: {error}", origin, shown))
             return
-        is_text = found is not None and not left and found.annotation is str
-        if is_text and isinstance(value, (int, float, dt.date, dt.time)):
+        if takes_text and not isinstance(value, str):
             value = shown  # the shell took the quotes
         nested: Table = {}
         table_made_at(nested, path[:-1])[path[-1]] = value
@@ -215,6 +219,7 @@ class _Layers:
         if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
             _remove(self.table, path)
         _merge(self.table, nested)
+        self.origins.by_path = {path[:length]: origin for length in range(1, len(path))} | self.origins.by_path
         self.origins.by_path[path] = origin
 
     def check(self) -> RunConfig | None:
@@ -268,7 +273,7 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
         if path == METRICS_PORT:
             return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]
         what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
-        return [(path, f"is not a known {what}; {suggest(path[-1], keys_of(find(RunConfig, path)[0]))}")]
+        return [(path, f"is not a known {what}{_odd_character(path[-1])}; {_meant(path)}")]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
         return _missing(path)
     return [(path, _cause(detail))]
@@ -279,7 +284,7 @@ def _missing(path: KeyPath) -> Causes:
     if found is None:  # the whole table is missing: name the keys that it must have
         required = [(*path, key) for key, info in keys_of(section).items() if info.is_required()]
         return [cause for one in required for cause in _missing(one)]
-    about = (found.description or "").splitlines()[0].rstrip(".")
+    about = re.split(r"[.:;](?:\s|$)", " ".join((found.description or "").split()))[0]
     return [(path, f"{MISSING}{about}")]
 
 
@@ -321,12 +326,31 @@ CAUSES = {
 
 def _cause(detail: ErrorDetails) -> str:
     context, value = detail.get("ctx", {}), detail["input"]
+    if detail["type"] == "int_type" and isinstance(value, float):
+        return "must be a whole number, without a point or an exponent"
     if detail["type"] != "literal_error":
         return CAUSES.get(detail["type"], detail["msg"].replace("{", "{{").replace("}", "}}")).format(**context)
     choices = [choice.strip("'") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
     listed = ", ".join(f'"{choice}"' for choice in choices)
     near = suggest(value, choices) if isinstance(value, str) else ""
-    return f"must be {'one of ' if len(choices) > 1 else ''}{listed}" + (f"; {near}" if "did you" in near else "")
+    odd = _odd_character(str(value))
+    return f"must be {'one of ' if len(choices) > 1 else ''}{listed}{odd}" + (f"; {near}" if "did you" in near else "")
+
+
+def _odd_character(text: str) -> str:
+    """The first one that no key has: it may look like another, or like nothing."""
+    odd = next((character for character in text if not character.isascii()), "")
+    return f" (it has U+{ord(odd):04X}, {unicodedata.name(odd, 'which has no name')})" if odd else ""
+
+
+def _meant(path: KeyPath) -> str:
+    """What an unknown key may be: one of its section, or one that is spelt so in another."""
+    known, key = keys_of(find(RunConfig, path)[0]), path[-1]
+    places = [place for place, _ in walk(RunConfig) if place[-1] == key and len(place) > 1 and ANY_NAME not in place]
+    places = [place for place in places if place[-2:] == path[-2:]] or places
+    if places and len(places) <= 3 and nearest(key, known) is None:
+        return f"did you mean {' or '.join(map('.'.join, places))}?"
+    return suggest(key, known)
 
 
 METRICS_PORT = ("monitor", "prometheus_port")
@@ -356,7 +380,10 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
         line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
         column = f", column {match[2]}" if match and match[2] else ""
         said = DECODE_PLACE.sub("", str(error))
-        if said == "Invalid value":
+        if match and match[2]:
+            rest = text.split("\n")[line - 1][int(match[2]) - 1 :]
+            said += _odd_character(re.split("[ \t]", rest)[0])
+        if said.startswith("Invalid value"):
             said += " -- write text in quotes, lists in [...], true and false in small letters"
         cause = f"is not TOML{column}: {said}"
     elif isinstance(error, UnicodeDecodeError):
@@ -392,12 +419,13 @@ def _override_path(text: str) -> KeyPath | None:
     return path if len(path) >= 2 else None
 
 
-def _override_value(text: str) -> Any:
+def _override_value(text: str, takes_text: bool) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
-        if text[:1] in ('"', "'", "[", "{"):
-            raise ValueError(DECODE_PLACE.sub("", str(error))) from error
+        if text[:1] in ("'", '"') or (text[:1] in ("[", "{") and not takes_text):
+            remedy = "write text in quotes, and the whole flag in single ones: a shell takes quotes"
+            raise ValueError(f"{DECODE_PLACE.sub('', str(error))} -- {remedy}") from error
         table = tomllib.loads(f"value = {toml_value(text)}")
     if len(table) != 1:
         raise ValueError("it holds more than one value")

@@ -18,6 +18,7 @@ from ..suggestion import nearest
 from ..supervision import WhenHung
 from .hub import ModelPath
 from .section import (
+    SHELL_VARIABLE,
     CodeName,
     Conflict,
     CountInt,
@@ -60,7 +61,7 @@ class RunSettings(Section, frozen=True):
     name: Annotated[str, AfterValidator(_run_name)] = "run"
     """Name of the run; letters, digits, `.`, `_`, `-`, at most 64. The run directory is `<dir>/<name>-<stamp>`."""
     dir: PathText = "runs"
-    """Folder in which run directories are made; if left out, `runs` in the current folder."""
+    """Folder in which run directories are made; if left out or empty, `runs` in the current folder."""
     seed: CountInt = 1
     """Seed of everything random: data order, sampling, initial value head."""
     num_steps: CountInt = 100
@@ -138,6 +139,8 @@ class ControlSettings(Section, frozen=True):
 
 DEVICE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RANK_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that say which rank a process is, and where all ranks meet."""
 MAX_DEVICES = 64
 
 RoleName = Literal["coordinator", "buffer", "monitor", "memory", "gateway", "trainer", "rollout", "model"]
@@ -197,6 +200,12 @@ class RoleSettings(Section, frozen=True):
         """GPU numbers; empty on CPU."""
         return parse_devices(self.devices)
 
+    def conflicts(self) -> Iterator[Conflict]:
+        """GPUs that are named twice."""
+        name = "CUDA_VISIBLE_DEVICES"
+        cause = f"must be left out: it is made from devices = {self.devices}"
+        yield from clashes((name in self.env and self.device_ids, f"env.{name}", cause))
+
     @field_validator("nodes")
     @classmethod
     def _nodes_are_named_once(cls, value: str | tuple[int, ...]) -> str | tuple[int, ...]:
@@ -217,6 +226,9 @@ class RoleSettings(Section, frozen=True):
                 raise ValueError(f"{name!r} is not a name of an environment variable")
             if "\0" in text:
                 raise ValueError(f"the value of {name} contains a NUL character")
+            if SHELL_VARIABLE.search(text) or text.startswith("~/"):
+                cause = f"the value of {name} has what a shell replaces, and none does here"
+                raise ValueError(f"{cause}: write the value, or set it where you start the run")
         return value
 
 
@@ -268,6 +280,12 @@ class TrainerRole(RoleSettings, frozen=True):
     """Training backend: torch (plain, replicated or sharded) or megatron (every parallelism; see `[megatron]`)."""
     when_hung: WhenHung = "kill"
     """A rank whose event loop does not answer: kill (its mates would wait for it in a collective) or wait."""
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Variables that would make a process another rank."""
+        yield from super().conflicts()
+        for name in set(RANK_ENV) & set(self.env):
+            yield Conflict(f"env.{name}", "must be left out: it is made from count and nodes")
 
     @property
     def rank_devices(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
@@ -131,12 +132,17 @@ class Means:
     meaning: Meaning
 
 
-def check_name_text(text: str) -> str:
+SHELL_VARIABLE = re.compile(r"(?:^|[/:=])\$[A-Za-z_]|\$[{(]\w")
+
+
+def check_name_text(text: str, choices: str = "a file or folder") -> str:
     """Text that the operating system takes as a name; raises ValueError otherwise, and for what a shell replaces."""
     if "\0" in text:
         raise ValueError("must not hold the character NUL")
-    if text.startswith("$"):
-        raise ValueError("begins with a variable of the environment, which is not replaced: write the path, or `~/...`")
+    if SHELL_VARIABLE.search(text):
+        raise ValueError("has a variable of the environment, which is not replaced: write the path, or `~/...`")
+    if "://" in text:
+        raise ValueError(f"is an address: name {choices}")
     return text
 
 
@@ -207,6 +213,10 @@ def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     for url in urls:
         if not HTTP_URL.fullmatch(url):
             raise ValueError(f'"{url}" must look like http://host:port')
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            raise ValueError(f'"{url}" is no address: {error}; an IPv6 host is written in [...]') from None
     check_once(tuple(url.rstrip("/") for url in urls))
     return urls
 

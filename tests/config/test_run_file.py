@@ -96,7 +96,7 @@ def test_a_name_that_the_system_cannot_take_is_refused(key: str, tmp_path: Path)
 
 
 def test_paths_in_flags_and_the_default_run_dir_are_relative_to_the_current_folder(folder: Path) -> None:
-    config = load_config(write(folder, MINIMAL), ["model.path=./here/model", "trainer.resume=~/ckpt"])
+    config = load_config(write(folder, MINIMAL), ["model.path=./here/model", "trainer.resume=~/ckpt", "run.dir="])
     assert config.model.path == f"{folder}/elsewhere/here/model"
     assert config.run.dir == f"{folder}/elsewhere/runs"
     assert config.trainer.resume == str(Path("~/ckpt").expanduser())
@@ -129,6 +129,11 @@ def test_files_are_merged_key_by_key_and_flags_win(folder: Path) -> None:
         ("data.system=a = b", ("data", "system"), "a = b"),
         ("roles.rollout.count=3", ("roles", "rollout", "count"), 3),
         ('roles.rollout.env."A"="x"', ("roles", "rollout", "env"), {"A": "x"}),
+        ("roles.rollout.env.A=1", ("roles", "rollout", "env"), {"A": "1"}),
+        ("roles.rollout.env.A=pa$$w0rd", ("roles", "rollout", "env"), {"A": "pa$$w0rd"}),
+        ("data.system=[INST] you", ("data", "system"), "[INST] you"),
+        ("reward.pattern=[0]", ("reward", "pattern"), "[0]"),
+        ("reward.pattern=[0-9]+", ("reward", "pattern"), "[0-9]+"),
         ("roles.rollout.env.A=True", ("roles", "rollout", "env"), {"A": "True"}),
         ('reward.args.word="True"', ("reward", "args"), {"word": "True"}),
         ("data.system=\U0001f600 \u2028\x7f", ("data", "system"), "\U0001f600 \u2028\x7f"),

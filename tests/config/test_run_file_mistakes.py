@@ -110,6 +110,10 @@ MISTAKES: dict[str, str] = {
     '[reward]\npattern = "("\n': "6 reward.pattern ! is not a regular expression",
     '[engine]\nattach = ["host:1"]\n': "6 engine.attach ! must look like http://host:port",
     '[engine]\nattach = ["http://h:1", "http://h:1/"]\n': "6 engine.attach",
+    **{
+        f'[engine]\nattach = ["{url}"]\n': "6 engine.attach ! an IPv6 host is written in [...]"
+        for url in ("http://h:99999", "http://h:abc", "http://fe80::1:3000", "http://[::1:3000")
+    },
     '[algo]\nref_urls = ["h:1"]\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1", "http://h:1/"]\n': "6 algo.ref_urls",
     '[algo]\nref_urls = ["http://h:1"]\n': "6 algo.ref_urls",
@@ -127,6 +131,18 @@ MISTAKES: dict[str, str] = {
     '[roles.trainer]\ndevices = "99"\n': "6 roles.trainer.devices",
     '[roles.rollout]\nenv = {"A B" = "1"}\n': "6 roles.rollout.env",
     "[roles.rollout]\nenv = {A = 1}\n": "6 roles.rollout.env.A",
+    **{
+        f'[roles.rollout]\nenv = {{A = "{value}"}}\n': "6 roles.rollout.env ! what a shell replaces"
+        for value in ("$HOME/bin:$PATH", "/usr/lib:$LD_LIBRARY_PATH", "~/lib", "${B}", "--dir=$HOME")
+    },
+    '[roles.trainer]\ndevices = "0"\nenv = {CUDA_VISIBLE_DEVICES = "4"}\n': "7 roles.trainer.env.CUDA_VISIBLE_DEVICES",
+    '[roles.trainer]\nenv = {MASTER_PORT = "29500"}\n': "6 roles.trainer.env.MASTER_PORT ! count and nodes",
+    "[trainer]\nlr = 0.1\n": "6 trainer.lr ! did you mean critic.lr or optimizer.lr?",
+    '[trainer]\ndevices = "0"\n': "6 trainer.devices ! did you mean roles.trainer.devices?",
+    '[algo]\n"b\u0430tch_size" = 8\n': '6 algo."b\u0430tch_size" ! (it has U+0430, CYRILLIC SMALL LETTER A)',
+    '[algo]\nkind = "ppo\u200b"\n': '6 algo.kind ! (it has U+200B, ZERO WIDTH SPACE); did you mean "ppo"?',
+    "[algo]\nbatch_size = 1e3\n": "6 algo.batch_size ! without a point or an exponent",
+    "[models.other]\n": "5 models.other.path ! or a model of the hub",
     '[algo]\nkl_coef = 0.1\nkl_in = "advantage"\nkl_kind = "k3"\n': "8 algo.kl_kind",
     '[algo]\nkl_coef = 0.1\nkl_kind = "k1"\nkl_unbiased = false\n': "7 algo.kl_kind",
     '[algo]\nkl_coef = 0.1\nkl_kind = "k3"\nkl_unbiased = false\n': "7 algo.kl_kind",
@@ -366,13 +382,19 @@ def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
         ),
         ("reward.args.strict=True", "write true or false in small letters, or the text in quotes"),
         *(
-            (f"{key}=$DATA/x", f'{key} = "$DATA/x": begins with a variable')
+            (f"{key}={text}", f'{key} = "{text}": has a variable')
             for key in ("data.train", "run.dir", "model.path")
+            for text in ("$DATA/x", "/scratch/$USER/x", "/x/run-${ID}", "/x/$(date)")
         ),
         *(
             (f"data.train={text}", f'data.train = "{text}": is an address')
             for text in ("s3://b/x.jsonl", "https://h/x.jsonl")
         ),
+        ("run.dir=s3://bucket/runs", 'run.dir = "s3://bucket/runs": is an address: name a file or folder'),
+        ("model.path=https://huggingface.co/a/b", "a model of the hub: org/name"),
+        ("rollout.stop=[</s>]", "write text in quotes, and the whole flag in single ones"),
+        ("--algo.batch_size=3", '--set --algo.batch_size=3: --algo: is not a known section; did you mean "algo"?'),
+        ("reward.args.day=2026-01-02", "--set reward.args.day=2026-01-02: reward.args: must not hold nan"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, override: str, named: str) -> None:
@@ -384,6 +406,13 @@ def test_text_that_is_not_toml(tmp_path: Path) -> None:
     assert failure(tmp_path, '[run]\nname = "a\n').startswith("run.toml:2: is not TOML, column ")
     assert failure(tmp_path, "[run]\nx = 1\nx = 2\n").startswith("run.toml:3: is not TOML, column ")
     assert failure(tmp_path, 'x = """').startswith("run.toml:1: is not TOML: ")
+    for text, name in {
+        "x\u00a0= 1": "U+00A0, NO-BREAK SPACE",
+        "x = \u201ca\u201d": "U+201C, LEFT DOUBLE QUOTATION MARK",
+        "x = 3e\u20134 # \u00e9": "U+2013, EN DASH",
+    }.items():
+        assert f"(it has {name})" in failure(tmp_path, f"[run]\n{text}\n")
+    assert "it has" not in failure(tmp_path, "[run]\nx = .5 # \u00e9\n")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
