@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from ...algos.filters import (
     GROUP_FILTERS,
@@ -71,6 +72,9 @@ def _own_filter(
 ) -> SampleFilter:
     def reasons(group: Group) -> tuple[str | None, ...]:
         what, where = f'{kind} filter "{name}"', f"(group {group.group_id})"
+        for value in (*astuple(group), *(value for sample in group.samples for value in astuple(sample))):
+            if isinstance(value, np.ndarray):  # `rewards.sort()` would give them to other samples
+                cast("np.ndarray[Any, Any]", value).setflags(write=False)
         try:
             verdicts = listed(keep(group), len(group.samples))
         except Unusable as unusable:

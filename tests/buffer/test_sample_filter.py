@@ -43,6 +43,10 @@ def shrugs(group):
 def mumbles(group):
     return "\\ud800"
 
+def sorts(group):
+    group.rewards[::-1].sort()
+    return True
+
 def spread(group, *, least):
     return float(np.ptp(group.rewards)) >= least
 """
@@ -86,6 +90,7 @@ FAILING = [
     ("verdicts", 'sample filter ".*:verdicts" returned 1 verdicts for 2 samples'),
     ("fails", 'group filter ".*:fails" raised ZeroDivisionError'),
     ("shrugs", 'group filter ".*:shrugs" returned a value of type int'),
+    ("sorts", 'group filter ".*:sorts" raised ValueError: .* read-only'),
     ("mumbles", 'group filter ".*:mumbles" returned a value of type str'),
 ]
 
