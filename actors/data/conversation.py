@@ -135,7 +135,7 @@ def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise RowError(f"{where} is not an object", 'write {"role": ..., "content": ...}')
     table = {key: one for key, one in cast("dict[str, Any]", value).items() if one is not None}
-    if "from" in table and "value" in table and "role" not in table:
+    if "from" in table and "role" not in table:
         table = _by_role(table, where)
     if media := [key for key in MEDIA_KEYS if table.get(key)]:
         raise RowError(f"{where} holds {', '.join(media)}: only text is trained on", "leave such rows out")
@@ -169,7 +169,7 @@ def _by_role(table: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where} is from {speaker!r}", f"known are {', '.join(SPEAKERS)}; or write role and content instead"
         )
     rest = {key: one for key, one in table.items() if key not in ("from", "value")}
-    return {"role": role, "content": table["value"], **rest}
+    return {"role": role, "content": table.get("value"), **rest}
 
 
 def _text_part(part: object, where: str) -> dict[str, Any]:

@@ -181,7 +181,8 @@ def _kind(path: str, key: str) -> Kind | str:
     if path.lower().endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz")):
         raise DataError(
             f"{path}: is CSV, whose values have no types and no nesting",
-            remedy="write it as JSONL; with pandas: `pd.read_csv(...).to_json(..., orient='records', lines=True)`",
+            remedy="write it as JSONL; with pandas: `pd.read_csv(..., dtype=str, keep_default_na=False).to_json(..., "
+            "orient='records', lines=True)`",
         )
     head, packing = _head(path, key)
     if not head.removeprefix(BOM):

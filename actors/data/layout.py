@@ -69,6 +69,10 @@ NOT_ASKED = ("assistant", "system", "developer")
 """Roles that ask nothing."""
 CONVERSATIONS = "conversations"
 """The column of ShareGPT's rows."""
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Where rows have their system message apart."""
+INSTRUCTION, INPUT = "instruction", "input"
+"""Columns of Alpaca's rows: what is to be done, and with what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,8 @@ class RowLayout:
         keys += (self._margin.key, *(column.key for column in self._pair.values()))
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
         named = (name for key in keys if key for name in (key, key.partition(".")[0]))
-        return (*named, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *(("system",) if self._or_prompt else ()))
+        own_input = (INPUT,) if self._prompt.key == INSTRUCTION else ()
+        return (*named, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *SYSTEM_COLUMNS, *own_input)
 
     def is_of_tools(self, name: str) -> bool:
         """Whether tools are in that top-level column."""
@@ -178,8 +183,7 @@ class RowLayout:
         messages = parse_messages(prompt, self._prompt.key)
         self._check_others(columns, messages)
         messages = self._take_demonstration(columns, messages, metadata)
-        own = columns.get("system") if column is self._or_prompt else None  # of ShareGPT's rows
-        system = own if isinstance(own, str) and own else self._system
+        system = self._system_of(columns)
         if system and messages[0].role != "system":
             messages = (Message(role="system", content=system), *messages)
         tools = parse_tools(_value(columns, self._tools), self._tools.key)
@@ -189,6 +193,11 @@ class RowLayout:
         return Prompt(
             group_id=0, row=0, pass_index=0, messages=messages, tools=tools, label=label or "", metadata=metadata
         )
+
+    def _system_of(self, columns: Columns) -> str:
+        """The row's own system message, else the run's."""
+        texts = () if self._is_plain else (columns.get(name) for name in SYSTEM_COLUMNS if name != self._prompt.key)
+        return next((text for text in texts if isinstance(text, str) and text), self._system)
 
     def _said(self, columns: Columns, column: Column) -> Any:
         """A text, or a conversation, which may be JSON in a text. Raises RowError."""
@@ -202,6 +211,11 @@ class RowLayout:
             is_name = isinstance(value, str) and not name.endswith("s")
             if value and not (is_name and all(holder not in one.content for one in messages)):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
+        if self._prompt.key == INSTRUCTION and columns.get(INPUT):
+            raise RowError(
+                f'column "{INPUT}" is not empty, and belongs to the prompt in "{INSTRUCTION}"',
+                "write both as one text in one column, and name it with data.prompt_key",
+            )
         for name in () if self._is_plain else ARGUMENT_COLUMNS:
             value = columns.get(name)
             table = cast("Columns", value) if isinstance(value, dict) else {name: value}

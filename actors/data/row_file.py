@@ -96,6 +96,8 @@ REMEDY = "mend it; NaN, Infinity and half a character (of a text that was cut in
 
 def _why(data: bytes) -> str:
     """Orjson says more about it than msgspec."""
+    if b"\0" in data:
+        return "it holds bytes of 0, as in a file that was not written to its end"
     try:
         orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -230,8 +232,7 @@ def _line_texts(file: BinaryIO) -> Iterator[tuple[str, bytes, int]]:
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
-        text, size = line.rstrip(b"\r\n"), len(line)
-        text = text.removeprefix(BOM) if number == 1 else text
+        text, size = line.rstrip(b"\r\n").removeprefix(BOM), len(line)  # a file of several has several marks
         while not line.endswith(b"\n") and (line := file.readline(MAX_LINE_BYTES)):
             size += len(line)
         if text.strip() or size > MAX_LINE_BYTES:

@@ -143,7 +143,8 @@ class RowColumns(Section, frozen=True):
     """Column with the number by which the better answer's score is to exceed the other's, for algo.kind = "reward".
     Empty = 0 for all."""
     system: str = ""
-    """System message put in front of conversations that have none; empty = none."""
+    """System message put in front of conversations that have none, of rows without a text in `system` or
+    `system_prompt`; empty = none."""
 
 
 _PAIR_KEYS = ("chosen_key", "rejected_key", "margin_key")

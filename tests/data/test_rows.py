@@ -97,6 +97,16 @@ CASES: dict[str, Case] = {
                          {"demonstration": "4"}),
     "sharegpt, system apart": ({"system": "be brief", "conversations": TALK[1:]}, {**data(preset="chat", system="other"), **SFT},
                                BRIEF, "", {"demonstration": "4"}),
+    **{f"{column} apart": ({column: "be brief", "prompt": "2+2?", "label": "4"}, data(system="other"), BRIEF, "4", {})
+       for column in ("system", "system_prompt")},
+    "system apart, beside one's own": ({"system": "x", "messages": of("system be brief", "user 2+2?"), "label": "4"},
+                                       data(preset="chat"), BRIEF, "4", {}),
+    "system apart, empty": ({"system": "", "prompt": "2+2?", "label": "4"}, data(system="be brief"), BRIEF, "4", {}),
+    "the prompt is called system": ({"system": "2+2?", "label": "4"}, data(prompt_key="system"), ASK, "4", {}),
+    "alpaca without input": ({"instruction": "2+2?", "input": "", "output": "4"},
+                             {**data(prompt_key="instruction", answer_key="output"), **SFT}, ASK, "", {"demonstration": "4"}),
+    "sharegpt of calls": ({"conversations": [TALK[1], {"from": "gpt", "value": None, "tool_calls": [CALL]}, {"from": "tool", "value": "4"}],
+                           "label": "4"}, data(preset="chat"), [*ASK, ("assistant", ""), ("tool", "4")], "4", {}),
     "chat with a byte order mark": ({"prompt": "\ufeff" + json.dumps(of("user 2+2?")), "label": "4"}, {}, ASK, "4", {}),
     "answer of turns as text": ({"prompt": of("user 2+2?"), "completion": json.dumps(TURNS)},
                                 {**data(answer_key="completion"), **SFT}, ASK, "", {"demonstration_turns": TURNS}),
@@ -231,6 +241,10 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
     ({"prompt": "?", "reward_model": '{"ground_truth": "4"}'}, data(preset="verl"), '"reward_model" is a text'),
     ({"conversations": FUNCTION}, {**data(preset="chat"), **SFT}, "'function_call'"),
     ({"prompt": "2+2?"}, {**data(answer_key="completion"), **SFT}, '"completion" is missing'),
+    ({"instruction": "Add.", "input": "2, 2", "output": "4"}, {**data(prompt_key="instruction", answer_key="output"), **SFT},
+     'column "input" is not empty, and belongs to the prompt in "instruction"'),
+    ({"conversations": [*TALK[:2], {"from": "gpt", "value": None}]}, {**data(preset="chat"), **SFT}, "has no text as content"),
+    ('{"prompt": "?", "label"' + "\0" * 9, {}, "it holds bytes of 0"),
     (GSM, {}, '"prompt" is missing; the row has answer, question'),
     ({"prompt": "?", "label": None}, OWN, '"label" is null'),
     *(({"prompt": "?", "label": value}, {"reward": {"fn": fn}}, f'"label" is a list {how}')
@@ -292,6 +306,13 @@ def test_several_files_with_slices_follow_each_other(tmp_path: Path) -> None:
         (0, 0, "a1"), (1, 1, "a2"), (2, 0, "b2"), (3, 1, "b3"), (4, 0, "a4"),
     ]  # fmt: skip
     assert found[2].source == f"{two}@[-2:]"
+
+
+def test_two_files_with_byte_order_marks_may_be_put_together(tmp_path: Path) -> None:
+    lines = "".join(f'\ufeff{{"prompt": "{name}", "label": "x"}}\n' for name in "ab")
+    (tmp_path / "t.jsonl").write_text(lines)
+    found = prompts(opened(str(tmp_path / "t.jsonl")))
+    assert [said(prompt) for prompt in found] == [[("user", "a")], [("user", "b")]]
 
 
 def test_blank_lines_a_byte_order_mark_and_a_missing_last_line_end(tmp_path: Path) -> None:
