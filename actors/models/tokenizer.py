@@ -126,6 +126,11 @@ class FolderTokenizer:
         """Places in the text that the template calls the model's (`{% generation %}`); None: it calls none so."""
         return self.template.write(messages, tools=tools).generation if self.template.has_blocks(tools) else None
 
+    def first_mark(self) -> int | None:
+        """The token that the tokenizer puts before texts, where nothing else writes it."""
+        ids = self.tokenizer.encode("a").ids
+        return ids[0] if ids and ids[0] not in self.encode("a") else None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added; special tokens written out in the text are recognised."""
         try:

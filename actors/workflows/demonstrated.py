@@ -86,7 +86,7 @@ class _Writer:
                 mask[index] = int(blocks is None or index in blocks)
             if not any(mask[first:end]) and not span.needs_end:
                 raise self._refusal(at, "marks nothing of it as the model's ({% generation %})")
-        if spans[-1].needs_end:
+        if spans[-1].needs_end and ids[-1] not in self._tokenizer.eos_token_ids:
             ids, mask = [*ids, self._tokenizer.eos_token_ids[0]], [*mask, 1]
         elif is_whole:
             mask += [0] * (len(self._ids) - len(ids))

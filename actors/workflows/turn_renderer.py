@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -126,6 +126,27 @@ class TurnRenderer:
                 remedy="mend the template, or leave the row out",
             )
         return np.asarray(ids, dtype=np.int32)
+
+    def left_out(self, prompt: Prompt) -> str:
+        """What the template does not write of a prompt; empty: nothing, or it refuses to be tried out."""
+        words = [
+            f"{REPLY}{number}End" if message.content.strip() else "" for number, message in enumerate(prompt.messages)
+        ]
+        probes = [message.with_text(word) for message, word in zip(prompt.messages, words, strict=True)]
+        calls = [call for message in prompt.messages for call in message.tool_calls]
+        try:
+            text = self._text(probes, prompt.tools, opens=True)
+        except DataError:
+            return ""
+        for message, word in zip(prompt.messages, words, strict=True):
+            if word not in text:
+                return f"the message of role {message.role!r}"
+        for what, tables in (("the tools", prompt.tools), ("the calls of tools", calls)):
+            for table in tables:
+                function: object = table.get("function", table)
+                if isinstance(function, dict) and str(cast("dict[str, object]", function).get("name", "")) not in text:
+                    return what
+        return ""
 
     def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:
         """Token ids from the end of a turn to where the model begins to speak again. `ended_by`: the token that the

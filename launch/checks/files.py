@@ -166,7 +166,7 @@ def read_tokenizer(run: CheckedRun) -> ReadTokenizer:
         tokenizer = load_tokenizer(config.model.path, config.data)
     except MyxaError as error:
         return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error),))
-    found = tuple(template_findings(config, tokenizer)) or tuple(_end_findings(tokenizer))
+    found = tuple(template_findings(config, tokenizer)) or (*_opening_findings(tokenizer), *_end_findings(tokenizer))
     is_usable = all(one.severity == "warning" for one in found)
     return ReadTokenizer(tokenizer if is_usable else None, found)
 
@@ -194,6 +194,26 @@ def template_findings(config: RunConfig, tokenizer: FolderTokenizer) -> Iterator
         yield Finding("rollout.max_turns", error)
 
 
+def _opening_findings(tokenizer: FolderTokenizer) -> Iterator[Finding]:
+    """A template that does not open the model's turn, though it writes a head before it."""
+    question = Message(role="user", content=ASKED)
+    try:
+        opened, closed, answered = (
+            tokenizer.render_text((question, *more), add_generation_prompt=opens)
+            for opens, more in ((True, ()), (False, ()), (False, (Message(role="assistant", content=ASKED),)))
+        )
+    except DataError:  # it needs more than a question
+        return
+    head = answered.removeprefix(opened).partition(ASKED)[0]
+    if opened == closed and answered.startswith(opened) and head.strip():
+        text = (
+            f"the chat template of {tokenizer.template_place} takes no notice of add_generation_prompt: the model has "
+            f"to write the head of its turn by itself, {head!r}"
+        )
+        remedy = "add {% if add_generation_prompt %}...{% endif %} with that head to the end of the template"
+        yield Finding("model.path", TemplateError(text, remedy=remedy), "warning")
+
+
 def _end_findings(tokenizer: FolderTokenizer) -> Iterator[Finding]:
     """A template for chats on a base model, whose answers would not stop at the end of the turn."""
     try:
@@ -218,7 +238,8 @@ RENDERED_ROWS = 8
 MAX_BYTES = 64 << 20
 """A JSONL file up to this size is indexed, which counts its rows; of a larger one only the size is looked at."""
 
-Write = Callable[[Prompt], None]
+Write = Callable[[Prompt], DataError | None]
+"""Returns what the model does not see of a prompt. Raises MyxaError for a row that cannot be written."""
 
 
 class ReadRows(NamedTuple):
@@ -261,12 +282,26 @@ def writer(run: CheckedRun) -> Write | None:
     if tokenizer is None:
         return None
     renderer, is_learnt = TurnRenderer(tokenizer), run.config.algo.is_given
+    begins = None if run.config.data.apply_chat_template else tokenizer.first_mark()
 
-    def write(prompt: Prompt) -> None:
-        renderer.prompt(prompt)
+    def write(prompt: Prompt) -> DataError | None:
+        ids = renderer.prompt(prompt)
         if is_learnt:
             for key in PAIR if run.config.algo.learns_pairs else (DEMONSTRATION_TURNS,):
                 demonstrate(tokenizer, renderer, prompt.messages, shown_turns(prompt, key), prompt.tools)
+        if begins is not None and ids[0] != begins:
+            mark = tokenizer.decode([begins], skip_special=False)
+            return DataError(
+                f"the prompt, which is encoded as it is, does not begin with {mark!r}, as the model's tokenizer begins "
+                "texts",
+                remedy=f"put {mark} before the prompts, if the model was trained with it",
+            )
+        if left_out := renderer.left_out(prompt):
+            return DataError(
+                f"the chat template of {tokenizer.template_place} does not write {left_out}",
+                remedy="mend the template, or leave it out of the rows if the model is not to see it",
+            )
+        return None
 
     return write
 
@@ -301,12 +336,14 @@ def read_rows(
 def _first_bad(
     rows: Iterator[Row], layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
 ) -> Iterator[Finding]:
+    unseen = None
     for number, (place, read) in enumerate(rows):
         try:
             prompt = layout.prompt(read())
             encode_prompt(prompt)
-            if write is not None and number < RENDERED_ROWS:
-                write(prompt)
+            if write is not None and number < RENDERED_ROWS and (error := write(prompt)) and unseen is None:
+                unseen = DataError(f"{place}: {error.message}", remedy=error.remedy)
+                yield Finding(key, unseen, "warning")
         except (RowError, MyxaError) as bad:
             kind, cause = (DataError, bad.cause) if isinstance(bad, RowError) else (type(bad), bad.message)
             error = kind(f"{place}: {cause}", remedy=bad.remedy)

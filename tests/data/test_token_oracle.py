@@ -544,3 +544,49 @@ def test_a3_a_template_whose_mark_ends_no_answer_is_told_before_the_start(tmp_pa
     mark = load_tokenizer(tmp_path).encode("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*mark]}))
     assert found_early(raw) == []
+
+
+HEAD = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+LEFT_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "system": (CHATML.replace("in messages", "in messages if m.role != 'system'"), {"prompt": CONVERSATIONS["system"]},
+               "does not write the message of role 'system'"),
+    "result": (CHATML.replace("in messages", "in messages if m.role != 'tool'"), {"prompt": CONVERSATIONS["calls"]},
+               "does not write the message of role 'tool'"),
+    "tools": (CHATML, {"prompt": "?", "tools": TOOLS}, "does not write the tools"),
+    "calls": (CHATML, {"prompt": CONVERSATIONS["calls"]}, "does not write the calls of tools"),
+    "head": (CHATML.replace(HEAD, ""), {"prompt": "?"}, "has to write the head of its turn by itself, '<|im_start|>assistant\\n'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_the_template_leaves_out_of_a_prompt_is_told_before_the_start(tmp_path: Path, name: str) -> None:
+    template, row, told = LEFT_OUT[name]
+    qwen_class(tmp_path)
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({**row, "label": "x"}) + "\n")
+    raw = {"model": {"path": str(tmp_path)}, "data": {"train": str(path)}}
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (finding,) = found_early(raw)
+    assert finding.severity == "warning" and told in str(finding.error), finding.error
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["qwen3"] if name != "head" else CHATML)
+    assert found_early(raw) == []
+
+
+def test_a_plain_prompt_without_the_mark_that_the_tokenizer_begins_texts_with_is_told(tmp_path: Path) -> None:
+    LAYOUTS["llama_class"](tmp_path)
+    path = tmp_path / "t.jsonl"
+    raw = {"model": {"path": str(tmp_path)}, "data": {"train": str(path), "apply_chat_template": False}}
+    for prompt in ("a", "<s>a"):
+        path.write_text(json.dumps({"prompt": prompt, "label": "x"}) + "\n")
+        texts = [str(finding.error) for finding in found_early(raw)]
+        assert ["does not begin with '<s>'" in text for text in texts] == [True] * (prompt == "a")
+
+
+def test_an_end_mark_that_a_demonstration_has_itself_is_learnt_once(tmp_path: Path) -> None:
+    qwen_class(tmp_path)
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": " a<|im_end|>"}) + "\n")
+    data = {"train": str(path), "apply_chat_template": False, "answer_key": "completion"}
+    config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "algo": {"kind": "sft"}, "data": data})
+    tokenizer = load_tokenizer(tmp_path, config.data)
+    assert runs(learn(tokenizer, open_prompts(config).prompt(0)), tokenizer) == [" a<|im_end|>"]
