@@ -110,10 +110,10 @@ def start_answers(control: socket.socket) -> None:
             os.setsid()
             os.close(begun)
             control.close()
-            try:
-                (read_and_write if kind == b"i" else answer_calls)(code, *descriptors)
-            finally:
-                os._exit(1)
+            if kind == b"i":
+                read_and_write(code, *descriptors)
+            else:
+                answer_calls(code, *descriptors)
         os.close(begun)
         os.read(ready, 1)  # until it has a group to kill
         for one in (ready, *descriptors):
@@ -124,11 +124,10 @@ def read_and_write(code: str, given: int, channel: int) -> None:
     os.dup2(given, 0)
     os.dup2(channel, 1)
     os.closerange(3, 64)
-    sys.stdin, sys.stdout = os.fdopen(0, encoding="utf-8"), os.fdopen(1, "w", encoding="utf-8")
-    try:
-        exec(compile(code, NAME, "exec"), {"__name__": "__main__"})  # noqa: S102 -- what it is for
-    finally:
-        sys.stdout.flush()
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8")
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8")
+    exec(compile(code, NAME, "exec"), {"__name__": "__main__"})  # noqa: S102 -- what it is for
+    sys.exit()  # after its threads, and what it has registered
 
 
 def answer_calls(code: str, channel: int) -> None:

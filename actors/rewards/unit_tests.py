@@ -4,6 +4,7 @@
 |---|---|
 | `{"inputs": [...], "outputs": [...]}` | what the program writes for what it reads |
 | the same with `"fn_name"` | what the function returns for its arguments |
+| `[{"input": ..., "output": ...}, ...]` | the same, also with `fn_name`, or LiveCodeBench's `metadata.func_name` |
 | Python, or a list of such texts | each `assert`, or other statement that does more than set up |
 | Python with functions `test_...` | pytest's; they import the answer as `solution` |
 
@@ -79,13 +80,34 @@ def tests_of(label: str) -> dict[str, Any]:
         told = label
     if isinstance(told, dict):
         return _pairs(cast("dict[str, Any]", told))
-    text = "\n".join(map(str, cast("list[object]", told))) if isinstance(told, list) else label
+    entries: list[Any] = cast("list[Any]", told) if isinstance(told, list) else [label]
+    if entries and all(isinstance(entry, dict) for entry in entries):
+        return _pairs(_columns(entries))
+    text = "\n".join(map(str, entries))
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the label is no Python: {error}") from error
+    if idle := next(filter(_is_idle, body), None):
+        raise ValueError(f"line {idle.lineno} of the label checks nothing: {ast.unparse(idle)[:80]!r}; write assert")
     is_pytest = any(getattr(node, "name", "").lower().startswith("test") for node in body)
     return {"kind": "pytest" if is_pytest else "text", "text": text}
+
+
+def _is_idle(node: ast.stmt) -> bool:
+    """An expression whose value nobody looks at."""
+    if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant):
+        return False
+    return isinstance(node.value, ast.Compare) or not any(isinstance(part, ast.Call) for part in ast.walk(node))
+
+
+def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """LiveCodeBench's list of tests, each with its input and output."""
+    kind, more = entries[0].get("testtype"), entries[0].get("metadata")
+    fn = entries[0].get("fn_name") or (cast("dict[str, Any]", more).get("func_name") if isinstance(more, dict) else "")
+    if any(not {"input", "output"} <= entry.keys() for entry in entries) or (kind == "functional" and not fn):
+        raise ValueError("the label's tests lack input, output, or fn_name where testtype is functional")
+    return {"fn_name": fn, **{f"{name}s": [entry[name] for entry in entries] for name in ("input", "output")}}
 
 
 def _pairs(told: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import msgspec
 
 from ...core.completions import Completion
 from ..arguments import bind
-from .extraction import JudgedText, accepted_labels, after_thought, labels_of_numbers, read_answer
+from .extraction import JudgedText, accepted_labels, after_thought, answer_of_label, labels_of_numbers, read_answer
 from .mathematics import SECONDS, math_equal, prepare
 from .numbers import Quantity, last_quantity, parse_quantity
 from .words import choice, f1
@@ -43,7 +43,8 @@ def numeric(completion: Completion, *, tolerance: float | None = None, absolute:
     """Whether the answer is the label as a number, within `tolerance * |label|` or `absolute`. Without `tolerance`, a
     label that is a whole number is met exactly, others to 1e-6. A marked answer is one number, with a unit or `x =` if
     it likes, or wrong; in unmarked text the last number counts. Raises ValueError for a label that is no number."""
-    wanted = [one for label in labels_of_numbers(completion.label) if (one := _quantity_of_label(label)) is not None]
+    quantities = (parse_quantity(answer_of_label(label)) for label in labels_of_numbers(completion.label))
+    wanted = [quantity for quantity in quantities if quantity is not None]
     if not wanted:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
     given = _quantity_of(read_answer(completion.text))
@@ -58,14 +59,6 @@ def numeric(completion: Completion, *, tolerance: float | None = None, absolute:
 def _quantity_of(answer: JudgedText) -> Quantity | None:
     whole = parse_quantity(answer.text)
     return last_quantity(answer.text) if whole is None and not answer.is_marked else whole
-
-
-def _quantity_of_label(label: str) -> Quantity | None:
-    """The number that a label is, or that is marked in it as the answer."""
-    whole = parse_quantity(label)
-    if whole is None and (found := read_answer(label)).is_marked:
-        return parse_quantity(found.text)
-    return whole
 
 
 def regex(completion: Completion, *, pattern: str) -> float:

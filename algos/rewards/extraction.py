@@ -10,6 +10,7 @@ Pure and linear in the length of the text: model output is hostile input.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,7 +19,12 @@ import msgspec
 TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
-FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
+FENCE = re.compile(r"^(?P<indent>[ \t]*)(?:<\w{1,20}>)?(?P<ticks>`{3,}|~{3,})(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
+PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)
+"""What a fence says of a block that may be Python; others are commands, outputs and the like."""
+CLOSES = re.compile(r"\s*(?:</\w{1,20}>\s*)?")
+MAX_MORE_INDENT = 3
+"""A closing fence may be indented so much more than its opening one; in a docstring it is more."""
 TAG = re.compile(r"<(?P<close>/)?(?:final_?)?(?:answer|solution)>", re.IGNORECASE)
 
 _THINK = r"think|thinking|thought|reasoning|seed:think"
@@ -150,21 +156,36 @@ def in_tag(text: str) -> str | None:
 
 
 def fenced_code(text: str) -> str:
-    """What the last fenced block holds, up to the end where that one is not closed; without one, the whole text."""
-    code, opened = text, -1
+    """What the last fenced block of Python holds, or the last of any kind, up to the end where it is not closed;
+    without one, the whole text."""
+    blocks: list[tuple[str, str]] = []
+    opening: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
-        if opened < 0:
-            opened = fence.end()
-            code = text[opened:]
-        elif not fence["kind"]:
-            code, opened = text[opened : fence.start()], -1
-    return code
+        if opening is None:
+            opening = fence
+        elif (
+            fence["ticks"].startswith(opening["ticks"])
+            and CLOSES.fullmatch(fence["kind"])
+            and len(fence["indent"]) <= len(opening["indent"]) + MAX_MORE_INDENT
+        ):
+            blocks.append((opening["kind"], text[opening.end() : fence.start()]))
+            opening = None
+    if opening is not None:
+        blocks.append((opening["kind"], text[opening.end() :]))
+    python = [code for kind, code in blocks if PYTHON.match(kind)] or [code for _, code in blocks]
+    return textwrap.dedent(python[-1]) if python else text
 
 
 def read_answer(text: str) -> JudgedText:
     """See the module's head."""
     found = _marked(text)
     return JudgedText(text.strip(), is_marked=False) if found is None else JudgedText(found, is_marked=True)
+
+
+def answer_of_label(label: str) -> str:
+    """What a label, which may be a whole solution, marks as the answer; else all of it."""
+    answer = read_answer(label)
+    return answer.text if answer.is_marked else label.strip()
 
 
 def _marked(text: str) -> str | None:

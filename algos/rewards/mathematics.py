@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...core.completions import Completion
-from .extraction import TAG, JudgedText, accepted_labels, read_answer
-from .numbers import NONE, Unit, are_same, last_quantity, parse_quantity, parse_unit
+from .extraction import TAG, JudgedText, accepted_labels, answer_of_label, read_answer
+from .numbers import NONE, SIGNS, Unit, are_same, last_quantity, parse_quantity, parse_unit, with_powers
 
 SECONDS = 5
 MAX_MEMORY_BYTES = 2 << 30
@@ -31,9 +31,13 @@ _DECIMAL = re.compile(r"(?<![\d.,A-Za-z])(\d*\.\d+)(?![\d.])(\s*\^)?")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _RECURRING = re.compile(r"(?<![\d.,])(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\u00a0|\u2009|\u202f)(?=\d{3}(?!\d))")
-_SIGNS = str.maketrans(
-    {"\u2212": "-", "\u2013": "-", "\u2010": "-", "\u2011": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
-)
+_SIGNS = str.maketrans({
+    **SIGNS, **dict.fromkeys("\u00a0\u2009\u202f", " "),
+    "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ",
+})  # fmt: skip
+_ROOT = re.compile(r"([√∛])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}|\{([:,])\}|\\[,;:! ]|[\s~$]+")
+"""What is left out, but for what is in braces, where two answers are compared as words."""
 _TEXT = re.compile(r"(?<!\\)\$|\\boxed")
 """In a label: the answer is somewhere in it."""
 _UNIT = re.compile(
@@ -59,7 +63,7 @@ def math_equal(completion: Completion, *, seconds: int = SECONDS) -> float:
     math-verify. An expression that takes longer than `seconds` is wrong. Raises ValueError for a label that it cannot
     read."""
     answer, num_read = read_answer(completion.text), 0
-    for label in map(str.strip, accepted_labels(completion.label.strip())):
+    for label in map(answer_of_label, accepted_labels(completion.label.strip())):
         judged = _at_once(label, answer)
         if isinstance(judged, _Pair):
             wanted = _parsed(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
@@ -121,7 +125,7 @@ def _is_equation(of: Any) -> bool:
 
 def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
     """The judgement, where it takes no algebra; else what is to be compared."""
-    if label and answer.text == label:
+    if label and _as_words(answer.text) == _as_words(label):
         return True
     wanted = parse_quantity(label, may_have_name=False)
     if wanted is not None and (given := parse_quantity(answer.text)) is not None:
@@ -130,7 +134,7 @@ def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
         said = last_quantity(answer.text[-TAIL_CHARS:])
         if wanted is not None and said is not None and not are_same(said.unit, wanted.unit):
             return False
-        tail = answer.text[-TAIL_CHARS:].translate(_SIGNS)
+        tail = _in_latex(answer.text[-TAIL_CHARS:])
         tail = TAG.sub(" ", tail.replace("\\boxed{", ""))  # what does not close
         return _Pair(_for_library(label)[0], tail, is_whole=False)
     if len(answer.text) > MAX_ANSWER_CHARS:
@@ -139,8 +143,18 @@ def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
     return _Pair(expected, text, is_whole=True) if are_same(unit, other) else False
 
 
+def _as_words(text: str) -> str:
+    return _WORDS.sub(r"\1\2", _WORDS.sub(r"\1\2", text)).removesuffix(".")
+
+
+def _in_latex(text: str) -> str:
+    """With LaTeX's words for signs that math-verify does not know."""
+    plain = with_powers(text.replace("\\varnothing", "\\emptyset")).translate(_SIGNS)
+    return _ROOT.sub(lambda root: f"\\sqrt{'[3]' * (root[1] == '∛')}{{{root[2] or root[3] or root[4]}}}", plain)
+
+
 def _for_library(text: str) -> tuple[str, Unit]:
-    plain = _unwrapped(text.translate(_SIGNS))
+    plain = _unwrapped(_in_latex(text))
     unit = NONE
     for pattern in (_UNIT, _UNIT_WORD):
         if (found := pattern.search(plain)) is not None and found.start() > 0:

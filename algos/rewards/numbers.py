@@ -48,7 +48,9 @@ _WRAPPED = re.compile(
     r"|mathit|mathbf|mbox|operatorname|rm|unit|si)\s*\{([^{}]*)\}"
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*(?:\\circ|°)\s*\}?|\\degree|\\circ|º")
-_UNIT_POWER = re.compile(r"\^\s*\{?\s*\(?\s*(-?\d)\s*\)?\s*\}?")
+_UNIT_POWER = re.compile(r"\^\s*(?:\{\s*\(?\s*(-?\d)\s*\)?\s*\}|\(?(-?\d)\)?)")
+_BELOW = re.compile(r"/\s*\(([^()]*)\)$")
+_MICRO = re.compile(r"(?:\\mu|μ)\s*(?=[A-Za-z])")
 _TOKEN = re.compile(
     r"(?P<power>\^-?\d)|(?P<per>/|\bper\b)|(?P<join>[\s·⋅.\-]+|\\cdot)|(?P<name>°[CF]\b|[^\W\d_]+|[°%$€£¥¢₹₽₩])(?P<digit>[23](?!\d))?"
 )
@@ -77,9 +79,9 @@ def parse_unit(text: str, *, is_glued: bool = False) -> Unit | None:
     if len(text) > 2 * MAX_UNIT_CHARS:
         return None
     is_text = "\\" in text
-    plain = _DEGREES.sub("°", text)
-    plain = _WRAPPED.sub(r" \1 ", plain)
-    plain = _UNIT_POWER.sub(r"^\1", plain.replace("\\%", "%").replace("\\$", "$").replace("~", " ")).strip(" {}.,")
+    plain = _UNIT_POWER.sub(r"^\1\2", _DEGREES.sub("°", text))
+    plain = _WRAPPED.sub(r" \1 ", plain.replace("\\%", "%").replace("\\$", "$").replace("~", " ")).strip(" {}.,")
+    plain = _BELOW.sub(r"/\1", _MICRO.sub("µ", _UNIT_POWER.sub(r"^\1\2", plain.replace("\\Omega", "Ω"))))
     plain = re.sub(r"°\s*([CF])\b", r"°\1", plain)
     tokens = list(_TOKEN.finditer(plain))
     if len(plain) > MAX_UNIT_CHARS or "".join(one[0] for one in tokens) != plain:
@@ -211,6 +213,7 @@ SIGNS = {
     **dict.fromkeys("×✕⨯", "\\times "), **dict.fromkeys("·⋅∙", "\\cdot "),
     "⁄": "/", "∕": "/", "÷": "/", "′": "'", "\uffe5": "¥", "\uffe1": "£",
     **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94) if i != 12},
+    **{chr(zero + i): str(i) for zero in (0x0660, 0x06F0, 0x0966, 0x09E6) for i in range(10)}, "٫": ".", "٬": ",",
     **{sign: f" {a}/{b}" for sign, a, b in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True)},
 }  # fmt: skip
 TRANSLATED = str.maketrans(SIGNS)
@@ -313,8 +316,13 @@ def _with_unit(plain: str, unit: Unit) -> Quantity | None:
     return None
 
 
+def with_powers(text: str) -> str:
+    """With `^{2}` for a raised 2."""
+    return _SUPERSCRIPT.sub(lambda raised: "^{" + "".join(_ABOVE[sign] for sign in raised[0]) + "}", text)
+
+
 def _normalised(text: str) -> str:
-    plain = _SUPERSCRIPT.sub(lambda of: "^{" + "".join(_ABOVE[c] for c in of[0]) + "}", text.translate(TRANSLATED))
+    plain = with_powers(text).translate(TRANSLATED)
     for pattern, instead in SPACES:
         plain = pattern.sub(instead, plain)
     return plain.strip()

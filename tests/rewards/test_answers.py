@@ -54,7 +54,8 @@ NUMBERS = [
     ("5", r"5\text{ cm}", True), (r"5\,\mathrm{cm}", "5", True), ("5 centimeters", "5 cm", True), (r"10\text{ cm}^2", "10", True),
     (r"10\text{ cm}^2", r"10\text{ cm}^3", False), ("10 square centimeters", r"10\text{ cm}^2", True), ("60 km/h", "60", True), ("60 km/h", "60 m/s", False),
     ("60 kilometers per hour", "60 km/h", True), ("3 hours", "3 minutes", False), ("7 apples", "7", True), ("90^\\circ", "90", True),
-    ("90 degrees", r"90^\circ", True), ("90°", "90 rad", False), ("$5", "5", True), (r"\$5", "5", True), ("€5", "5", True), ("$5", "€5", False), ("5 dollars", "$5", True),
+    ("90 degrees", r"90^\circ", True), ("90°", "90 rad", False), (r"5\,\mathrm{m\,s^{-1}}", "5 m/s", True), (r"5\,\mathrm{m\,s^{-1}}", "5 m s", False), (r"5\,\Omega", "5 Ω", True),
+    (r"5\,\mu\text{m}", "5 μm", True), (r"8.3\ \mathrm{J/(mol\cdot K)}", "8.3", True), ("8.3 J/(mol·K)", "8.3 J/mol", False), ("٤٢", "42", True), ("१२٫५", "12.5", True), ("$5", "5", True), (r"\$5", "5", True), ("€5", "5", True), ("$5", "€5", False), ("5 dollars", "$5", True),
     ("5€", "5", True), ("50%", "50", True), (r"50\%", "50%", True), ("50 percent", "50%", True), ("50%", "0.5", True), ("50%", "5", False),
     (SIXTY, SIXTY, True), (SIXTY[:-1] + "1", SIXTY, False), ("1234568", "1234567", False), ("1234567.5", "1234567", False),
     ("41 or 42", "42", False), ("42 or 41", "42", False), ("not 42", "42", False), ("41, 42", "42", False), ("41 42", "42", False), ("(3,4)", "4", False),
@@ -107,6 +108,9 @@ ALGEBRA = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", False),
     (r"\text{even}", "even", True), (r"\text{even}", r"\text{odd}", False), ("A", "A", True), ("A", "B", False), ("x+1,", "x+1", True), ("-x", "x", False),
     (r"3\text{ mod }5", "3", False), ("x>3", "3", False), (r"\text{about }42", "42", False), (r"2\sqrt{3} cm", r"2\sqrt{3} m", False), (r"2\sqrt{3}\text{ apples}", r"2\sqrt{3}", True),
+    ("√2", r"\sqrt{2}", True), ("2√3/3", r"\frac{2}{\sqrt{3}}", True), ("√(x+1)", r"\sqrt{x+1}", True), ("√2", "2", False), ("∛8", "2", True), ("x²+1", "x^2+1", True), ("x²", "x^3", False), ("π²/6", r"\frac{\pi^2}{6}", True),
+    ("(−∞, 3]", r"(-\infty,3]", True), ("(-∞,1)∪(2,∞)", r"(-\infty,1)\cup(2,\infty)", True), ("x∈(1,2)", "(1,2)", True), (r"\varnothing", r"\emptyset", True), ("∅", r"\varnothing", True), ("a·b", "ab", True),
+    (r"5:00 \text{ PM}", "5:00 PM", True), (r"5{:}00\text{ p.m.}", r"5:00\text{ p.m.}", True), ("5:00 PM", "5:00 AM", False), (r"\text{January 5}", "January 5", True), (r"\text{January 5}", "January 6", False),
     (r"\infty", r"-\infty", False), ("10+3", "13", True), (r"1-\frac{1}{2}", "0.5", True), ("x", "y", False),
 ]  # fmt: skip
 
@@ -148,6 +152,19 @@ TEXTS = [
 def test_b_f5_whole_texts() -> None:
     for text, label, is_right in TEXTS:
         assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right), (text, label)
+
+
+def test_a_label_may_be_a_whole_solution_that_marks_its_answer() -> None:
+    for label in (
+        "48/2 = <<48/2=24>>24 clips.\n#### 42",
+        "Answer: 42",
+        r"so $x=\boxed{42}$, not 24",
+        "The answer is 42.",
+    ):
+        for name in ("math", "numeric"):
+            assert [score(name, text, label) for text in ("It is 42", r"\boxed{42}", "#### 24")] == [1.0, 1.0, 0.0], (
+                label
+            )
 
 
 def test_b_f7_whole_numbers_are_met_exactly_and_others_within_a_millionth() -> None:

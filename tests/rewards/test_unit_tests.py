@@ -17,6 +17,7 @@ from tests.harness.waiting import until
 from myxa.actors.rewards.call import RewardSpec, load_reward
 from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.user_code.sandbox import namespaces_trouble, trouble_with
+from myxa.algos.rewards.extraction import fenced_code
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError
@@ -43,6 +44,11 @@ def rewarder(**args: Any) -> Rewarder:
 ASSERTS = "import math\nassert double(2) == 4\nfor n in range(3):\n    assert double(n) == 2 * n\nassert math.isclose(double(0.1), 0.2)"
 CHECK = "def check(candidate):\n    assert candidate(3) == 6\n    assert candidate('ab') == 'abab'\n\ncheck(double)"
 IO = {"inputs": ["3\n", "10\n"], "outputs": ["6", "20\n"]}
+TESTS = [{"input": "3\n", "output": "6\n", "testtype": "stdin"}, {"input": "10", "output": "20"}]
+CALLS = [
+    {"input": "3", "output": "6", "testtype": "functional", "metadata": {"func_name": "double"}},
+    {"input": "4", "output": "8"},
+]
 PYTEST = """
 import pytest
 from solution import double
@@ -75,6 +81,13 @@ USES = "s = Stack()\ns.push((1, 2))\ns.push({'a': {3}})\nassert len(s) == 2\nass
         ("print(2 * int(input()))", IO, 1.0),
         ("import sys\nfor line in sys.stdin: print(2 * int(line), end='')", IO, 1.0),
         ("print(6)", IO, 0.0),
+        ("print(2 * int(input()))", TESTS, 1.0),
+        ("print(6)", TESTS, 0.0),
+        (RIGHT, CALLS, 1.0),
+        ("def double(x): return x + 3", CALLS, 0.0),
+        ("import threading\nthreading.Thread(target=lambda: print(2 * int(input()))).start()", IO, 1.0),
+        ("import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))\nprint(2 * int(input()))", IO, 1.0),
+        ("import os, sys\nsys.stdout = os.fdopen(1, 'w')\nprint(2 * int(input()))\nsys.exit(1)", IO, 1.0),
         (STACK, USES, 1.0),
         (STACK.replace("self.items.pop()", "self.items[-1]"), USES, 0.0),
         ("def f(): raise ValueError('no')", "try:\n    f()\n    raise AssertionError\nexcept ValueError as e:\n    assert str(e) == 'no'", 1.0),
@@ -105,6 +118,17 @@ async def test_the_last_block_counts_and_what_was_thought_does_not() -> None:
     assert await reward(first, DOUBLES, fence="") == 1.0
     assert await reward(f"```\n{RIGHT}```\n```py\ndef double(x): return 0", DOUBLES, fence="") == 0.0
     assert await reward(f"<think>```\n{RIGHT}```</think> None.", DOUBLES, fence="") == 0.0
+
+
+@pytest.mark.parametrize("text", [
+    "```python\n{}```\nRun it:\n```bash\npython a.py\n```\nOutput:\n```text\n6\n```", "```Python3\r\n{}\r\n```\r\n", "~~~python\n{}~~~", "````py\n{}````\nDone.",
+    "1. So:\n   ```python\n   def double(x):\n       return 2 * x\n   ```\n2. Done.", "<answer>```python\n{}```</answer>", "```\n{}```</answer>\n", "```python\n{}", "```{{.python}}\n{}```",
+    "```python\ndef double(x):\n    '''\n    ```\n    double(2)\n    ```\n    '''\n    return 2 * x\n```", "```\n{}```\n```json\n3", "```c\n0\n```\n```solution\n{}```",
+])  # fmt: skip
+def test_the_code_of_an_answer_however_it_is_fenced(text: str) -> None:
+    names: dict[str, Any] = {}
+    exec(fenced_code(text.format(RIGHT)), names)
+    assert names["double"](3) == 6
 
 
 SAYS = "import os\nfor fd in range(3, 64):\n try: os.write(fd, b'x')\n except OSError: pass\n"
@@ -228,6 +252,11 @@ async def test_an_answer_cannot_find_what_is_expected(sandbox: str, label: Any, 
         ("", "no test"),
         ("def f(: pass", "no Python"),
         ("x = 5", "no test"),
+        (["double(1) == 2"], "line 1 of the label checks nothing"),
+        ("double", "checks nothing: 'double'; write assert"),
+        ([[1, 2]], "checks nothing"),
+        ([{"input": "1"}], "lack input, output"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "fn_name"),
         ({"inputs": [1], "outputs": []}, "equal length"),
         ({"fn_name": "f", "inputs": [], "outputs": []}, "no test"),
         ("import a_package_of_nobody\nassert double(1) == 2", "a_package_of_nobody"),
