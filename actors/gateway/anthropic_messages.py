@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from .exchange import (
     MODEL,
     Exchange,
     call_table,
+    check_has,
     checked_messages,
     event,
     facts_of,
@@ -33,7 +35,7 @@ _TYPES = {
 
 def anthropic_fault(fault: RequestFault) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
-    text = f"{fault.param}: {fault.text}" if fault.param else fault.text
+    text = fault.text if fault.text.startswith(fault.param or "") else f"{fault.param}: {fault.text}"
     return {"type": "error", "error": {"type": _TYPES.get(fault.kind, "invalid_request_error"), "message": text}}
 
 
@@ -41,14 +43,17 @@ class Block(msgspec.Struct):
     """A part of a message; fields that are not read are its client's."""
 
     type: str
-    text: str = ""
-    thinking: str = ""
+    text: str | None = None
+    thinking: str | None = None
     id: str = ""
-    name: str = ""
+    name: str | None = None
     input: dict[str, Any] = {}
-    tool_use_id: str = ""
+    tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool = False
+
+
+_NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("name",), "tool_result": ("tool_use_id",)}
 
 
 class ClientMessage(msgspec.Struct):
@@ -97,27 +102,32 @@ def _text(content: str | Sequence[Block] | None, place: str) -> str:
         if block.type != "text":
             words = f"a block of type {block.type!r} is not read here: this model reads text"
             raise RequestFault("invalid", words, param=place)
-    return "".join(block.text for block in content)
+        check_has(block, _NEEDED["text"], place)
+    return "".join(str(block.text) for block in content)
 
 
 def read_client_message(said: ClientMessage, place: str) -> Iterator[Message]:
     """As chat templates know it: answers of tools are messages of their own. Raises RequestFault."""
     blocks = [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    for block in blocks:
+        check_has(block, _NEEDED.get(block.type, ()), place)
     if said.role == "assistant":
-        calls = tuple(call_table(one.id, one.name, one.input) for one in blocks if one.type == "tool_use")
-        thought = "".join(one.thinking for one in blocks if one.type == "thinking")
+        calls = tuple(call_table(one.id, str(one.name), one.input) for one in blocks if one.type == "tool_use")
+        thought = "".join(str(one.thinking) for one in blocks if one.type == "thinking")
         kept = [one for one in blocks if one.type not in ("tool_use", "thinking", "redacted_thinking")]
         extra = {"reasoning_content": thought} if thought else {}
         yield Message(role="assistant", content=_text(kept, place), tool_calls=calls, extra=extra)
         return
-    for block in blocks:
-        if block.type == "tool_result":
-            yield Message(role="tool", content=_text(block.content, place), tool_call_id=block.tool_use_id)
-    rest = [one for one in blocks if one.type != "tool_result"]
     if not blocks:
         raise RequestFault("invalid", "content is an empty list", param=place)
-    if rest:
-        yield Message(role=said.role, content=_text(rest, place))
+    for is_result, group in groupby(blocks, lambda block: block.type == "tool_result"):
+        if not is_result:
+            yield Message(role=said.role, content=_text(list(group), place))
+            continue
+        for block in group:
+            text = _text(block.content, place)
+            text = f"<error>{text}</error>" if block.is_error else text
+            yield Message(role="tool", content=text, tool_call_id=str(block.tool_use_id))
 
 
 class AnthropicMessage(Exchange):
@@ -129,7 +139,8 @@ class AnthropicMessage(Exchange):
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, MessagesBody)
-        choice = (body.tool_choice or {}).get("type", "auto")
+        tool_choice = body.tool_choice or {}
+        choice = tool_choice.get("type", "auto")
         if choice not in ("auto", "none"):
             words = "must be auto or none: a call that is forced is none of the model's own"
             raise RequestFault("invalid", words, param="tool_choice")
@@ -147,6 +158,7 @@ class AnthropicMessage(Exchange):
             messages=checked_messages(messages),
             tools=tuple(function_tool(one.name, one.description, one.input_schema) for one in body.tools or ()),
             may_call=choice != "none",
+            max_calls=1 if tool_choice.get("disable_parallel_tool_use") else None,
             sampling=sampling_of(
                 temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
                 stop=None if body.stop_sequences is None else tuple(body.stop_sequences),

@@ -66,10 +66,10 @@ class Exchange(ABC):
 
 
 class OpenAiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of OpenAI's requests without effect on what is drawn."""
+    """What OpenAI's requests share. All but the first is without effect."""
 
+    parallel_tool_calls: bool | None = None
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -134,10 +134,17 @@ def text_of(content: object, param: str, kinds: tuple[str, ...] = ("text",)) -> 
     return "".join(texts)
 
 
+def check_has(entry: object, names: Sequence[str], place: str) -> None:
+    """Raises RequestFault for an entry of a request without a field that its kind has."""
+    for name in names:
+        if getattr(entry, name) is None:
+            raise RequestFault("invalid", f"{place}.{name} is missing or null", param=f"{place}.{name}")
+
+
 def arguments_of(text: object) -> Any:
-    """Of a tool call in a history: as templates expect them, a table, where the text is one."""
-    if not isinstance(text, str):
-        return text
+    """Of a tool call in a history: as templates expect them, a table, where the text is one or there is none."""
+    if not isinstance(text, str) or not text.strip():
+        return text or {}
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.MsgspecError:

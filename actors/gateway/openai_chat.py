@@ -14,6 +14,7 @@ from .exchange import (
     Exchange,
     OpenAiBody,
     call_table,
+    check_has,
     check_tool_choice,
     checked_messages,
     event,
@@ -138,6 +139,8 @@ def read_message(said: ChatMessage, place: str) -> Message:
     """Of a chat history. Raises RequestFault."""
     if said.function_call is not None:
         raise RequestFault("invalid", f"{place}.function_call is of an old form: use tool_calls", param=place)
+    if said.role != "assistant":
+        check_has(said, ("content",), place)
     thought = said.reasoning_content or said.reasoning
     return Message(
         role="system" if said.role == "developer" else said.role,
@@ -185,6 +188,7 @@ class ChatCompletion(Exchange):
             messages=checked_messages(messages),
             tools=tools,
             may_call=body.tool_choice != "none",
+            max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=body.sampling(limit),
             fingerprint=key,
         )
@@ -198,7 +202,7 @@ class ChatCompletion(Exchange):
                 "index": index,
                 "message": {
                     "role": "assistant",
-                    "content": one.text.content or None,
+                    "content": one.text.content or (None if one.text.calls else ""),
                     "refusal": None,
                     **self._more(one),
                 },

@@ -13,6 +13,7 @@ from .exchange import (
     Exchange,
     OpenAiBody,
     call_table,
+    check_has,
     check_tool_choice,
     checked_messages,
     event,
@@ -36,10 +37,13 @@ class InputItem(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
     call_id: str = ""
-    name: str = ""
+    name: str | None = None
     arguments: str = "{}"
-    output: str | list[dict[str, Any]] = ""
+    output: str | list[dict[str, Any]] | None = None
     summary: list[dict[str, Any]] | None = None
+
+
+_NEEDED = {"message": ("role", "content"), "function_call": ("name",), "function_call_output": ("output",)}
 
 
 class FunctionTool(msgspec.Struct):
@@ -78,10 +82,10 @@ class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     stream: bool | None = None
     text: TextSettings | None = None
+    include: list[str] | None = None
     # without effect on what is drawn
     stream_options: Any = None
     truncation: Any = None
-    include: Any = None
     reasoning: Any = None
 
 
@@ -93,13 +97,12 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
     thought: dict[str, Any] = {}
     for number, item in enumerate(items):
         place = f"input[{number}]"
+        check_has(item, _NEEDED.get(item.type, ()), place)
         if item.type == "reasoning":
             said = text_of(item.content or item.summary, f"{place}.content", THOUGHT_PARTS)
             thought = {"reasoning_content": said} if said else {}
         elif item.type == "message":
-            if item.role is None:
-                raise RequestFault("invalid", f"{place} has no role", param=f"{place}.role")
-            role = "system" if item.role == "developer" else item.role
+            role = "system" if item.role == "developer" else str(item.role)
             text = text_of(item.content, f"{place}.content", TEXT_PARTS)
             found.append(Message(role=role, content=text, extra=thought if role == "assistant" else {}))
             thought = {}
@@ -107,7 +110,7 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
             if not found or found[-1].role != "assistant":
                 found.append(Message(role="assistant", content="", extra=thought))
                 thought = {}
-            calls = (*found[-1].tool_calls, call_table(item.call_id, item.name, item.arguments))
+            calls = (*found[-1].tool_calls, call_table(item.call_id, str(item.name), item.arguments))
             found[-1] = msgspec.structs.replace(found[-1], tool_calls=calls)
         elif item.type == "function_call_output":
             output = text_of(item.output, f"{place}.output", TEXT_PARTS)
@@ -128,6 +131,9 @@ class Response(Exchange):
         check_tool_choice(body.tool_choice)
         if body.text is not None and body.text.format.type != "text":
             raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
+        if "message.output_text.logprobs" in (body.include or ()):
+            words = "include cannot ask for log-probs here: ask /v1/chat/completions"
+            raise RequestFault("invalid", words, param="include")
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
             if body.previous_response_id not in session.conversations:
@@ -135,12 +141,12 @@ class Response(Exchange):
                 raise RequestFault("not-found", words, param="previous_response_id")
             before = session.conversations[body.previous_response_id]
         told = (Message(role="system", content=body.instructions),) if body.instructions else ()
-        before = tuple(one for one in before if one.role != "system") if told else before
-        self._session, self._messages = session, checked_messages([*told, *before, *read_items(body.input)])
+        self._session, self._messages = session, checked_messages([*before, *read_items(body.input)])
         self.asked = Asked(
-            messages=self._messages,
+            messages=(*told, *self._messages),
             tools=tuple(function_tool(one.name, one.description, one.parameters) for one in body.tools or ()),
             may_call=body.tool_choice != "none",
+            max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
             fingerprint=key,
         )
@@ -170,7 +176,8 @@ class Response(Exchange):
             "instructions": body.instructions, "previous_response_id": body.previous_response_id,
             "output": [] if answer is None else list(self._items(answer)),
             "tools": msgspec.to_builtins(body.tools or []), "tool_choice": body.tool_choice or "auto",
-            "parallel_tool_calls": True, "temperature": body.temperature, "top_p": body.top_p,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature, "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "usage": usage,
             **({} if answer is None else {"myxa": facts_of([answer]), "token_ids": list(answer.token_ids)}),
         }  # fmt: skip

@@ -28,7 +28,18 @@ from ..contracts import GatewayContract, MonitorContract
 from ..http_client import client_session, stream_timeout
 from ..http_guard import same
 from ..telemetry import REPORT_S, report_forever
-from .server import MAX_BODY_BYTES, POLL_S, READ_S, Listener, ListenOptions, body_of, in_dialect, key_of, sent
+from .server import (
+    KEY_PREFIX,
+    MAX_BODY_BYTES,
+    POLL_S,
+    READ_S,
+    Listener,
+    ListenOptions,
+    body_of,
+    in_dialect,
+    key_of,
+    sent,
+)
 from .session import RequestFault
 
 CONNECT_S = 5.0
@@ -38,7 +49,7 @@ LOOK_S = 0.1
 ASK_S = 10.0
 """For an actor to say whether it has a task."""
 ROLLOUTS = "rollout/"
-_SESSION_KEY = re.compile(r"sk-myxa-r(\d{1,6})-")
+_SESSION_KEY = re.compile(rf"{KEY_PREFIX}r(\d{{1,6}})-")
 _PASSED_ON = ("Content-Type", "Anthropic-Version", "Idempotency-Key", "x-stainless-retry-count")
 
 

@@ -64,6 +64,8 @@ MAX_UNDER_WAY = 256
 """Turns of one session that may be drawn at a time."""
 STOP_S = 2.0
 """For requests under way, once the server stops."""
+KEY_PREFIX = "sk-myxa-"
+KNOWN_PATHS = f"there are POST {', '.join((*PATHS, COUNT_PATH))}, GET {MODELS_PATH}"
 _log = logging.getLogger(__name__)
 
 
@@ -155,7 +157,7 @@ class Listener:
 
 
 def _new_key(prefix: str) -> str:
-    return f"sk-myxa-{prefix}{secrets.token_urlsafe(24)}"
+    return f"{KEY_PREFIX}{prefix}{secrets.token_urlsafe(24)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,8 +455,10 @@ class Gateway:
 
 
 def key_of(request: web.Request) -> str:
+    """Of either header: a client may send a key of another service's beside the session's."""
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+    keys = (key.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+    return next((one for one in keys if one.startswith(KEY_PREFIX)), keys[0] or keys[1])
 
 
 def _check_reward(reward: float) -> None:
@@ -484,6 +488,8 @@ async def body_of(request: web.Request) -> bytes:
             return await request.read()
         async with asyncio.timeout(BODY_S):
             return await request.read()
+    except web.RequestPayloadError as error:
+        raise RequestFault("invalid", f"the body cannot be read: {error}") from None
     except web.HTTPRequestEntityTooLarge:
         raise RequestFault("too-large", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB") from None
     except TimeoutError:
@@ -521,7 +527,7 @@ async def in_dialect(
         return json_response(fault_body(request.path, fault), STATUS[fault.kind])
     except web.HTTPException as error:
         kind = "not-found" if error.status == 404 else "invalid"
-        fault = RequestFault(kind, f"{request.method} {request.path}: {error.reason}")
+        fault = RequestFault(kind, f"{request.method} {request.path}: {error.reason}; {KNOWN_PATHS}")
         return json_response(fault_body(request.path, fault), error.status)
     except (ConnectionError, TimeoutError) as error:
         _log.info("a client of %s left: %s", request.path, error or type(error).__name__)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import secrets
 from collections import Counter
@@ -64,6 +65,8 @@ class Asked:
     tools: tuple[dict[str, Any], ...] = ()
     may_call: bool = True
     """Tool calls in the answer are read as such."""
+    max_calls: int | None = None
+    """The client gets no more of a turn's calls."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of SamplingParams that the client says."""
     text: str | None = None
@@ -423,7 +426,9 @@ class AgentSession:
         try:
             turn = await episode.generate(params)
             text, stop = cut_at(self._tokenizer.decode(self._said(turn.token_ids), skip_special=False), params.stop)
-            answer = self._answer(turn, episode.last_turn, read_text(text), num_prompt=num_prompt, stop=stop)
+            read = read_text(text)
+            read = dataclasses.replace(read, calls=read.calls[: asked.max_calls])
+            answer = self._answer(turn, episode.last_turn, read, num_prompt=num_prompt, stop=stop)
             self._keep(line, known, answer, coming)
         except asyncio.CancelledError:
             coming.ended(RequestFault("busy", "the session has ended"))
@@ -476,7 +481,8 @@ class AgentSession:
                 line.rewards[answer_id] = reward
                 self.counts["turn_rewards"] += 1
                 return
-        raise RequestFault("not-found", f"no answer {answer_id} was given in this session", param="id")
+        words = f"no answer {answer_id} was given in this session: take the id from myxa.answers of an answer"
+        raise RequestFault("not-found", words, param="answer")
 
     async def close(self) -> None:
         """End the turns under way; none begins from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sys
 from collections.abc import AsyncGenerator
@@ -30,6 +31,10 @@ TOLD = "It is 7 degrees, ünïcödé."
 
 def reply(prompt: str) -> str:
     last = ("<|im_start|>" * 2 + prompt).rsplit("<|im_start|>", 2)[-2]
+    if "say nothing" in last:
+        return ""
+    if "both cities" in last:
+        return f"{CALL}\n{CALL.replace('Bern', 'Rome')}"
     if "<tool_response>" in last:
         return TOLD
     if "emoji" in last:
@@ -123,6 +128,102 @@ async def test_a_refusal_in_a_history_is_what_was_said(door: Door) -> None:
     items: Any = [{"role": "user", "content": "a"}, {"type": "message", **part}, {"role": "user", "content": "b"}]
     await door.openai.responses.create(model="any", input=items)
     assert "assistant\nnever<|im_end|>" in door.says.tokenizer.decode(door.says.prompts[2], skip_special=False)
+
+
+CITIES: Any = [{"role": "user", "content": "both cities"}]
+
+
+async def test_one_call_a_turn_where_the_client_allows_no_more(door: Door) -> None:
+    """LangGraph's supervisor and the Agents SDK ask for it; the turn stays as it was drawn."""
+    chat = door.openai.chat.completions
+    whole = await chat.create(model="any", messages=CITIES, tools=CHAT_TOOLS)
+    assert len(whole.choices[0].message.tool_calls or ()) == 2
+    one = (await chat.create(model="any", messages=CITIES, tools=CHAT_TOOLS, parallel_tool_calls=False)).choices[0]
+    (call,) = one.message.tool_calls or [None]
+    assert call is not None
+    history: Any = [*CITIES, one.message.model_dump(exclude_none=True)]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "7"})
+    await chat.create(model="any", messages=history, tools=CHAT_TOOLS, parallel_tool_calls=False)
+    assert (door.one.session.counts["continued"], door.one.session.counts["edited"]) == (1, 0)
+    async with chat.stream(model="any", messages=CITIES, tools=CHAT_TOOLS, parallel_tool_calls=False) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert len(message.tool_calls or ()) == 1
+    told = await door.openai.responses.create(
+        model="any", input="both cities", tools=FLAT_TOOLS, parallel_tool_calls=False
+    )
+    assert ([one.type for one in told.output], told.parallel_tool_calls) == (["function_call"], False)
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    said = await door.anthropic.messages.create(
+        model="any", max_tokens=500, messages=CITIES, tools=CLAUDE_TOOLS, tool_choice=choice
+    )
+    assert [one.type for one in said.content] == ["tool_use"]
+
+
+async def test_an_answer_without_words_is_an_empty_text(door: Door) -> None:
+    """Agents take `.content.strip()`; null stands beside calls alone."""
+    nothing: Any = [{"role": "user", "content": "say nothing"}]
+    choice = (await door.openai.chat.completions.create(model="any", messages=nothing)).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("", "stop")
+    calls = (await door.openai.chat.completions.create(model="any", messages=CITIES, tools=CHAT_TOOLS)).choices[0]
+    assert calls.message.content is None
+
+
+async def test_a_call_without_arguments_in_a_history(door: Door) -> None:
+    call: Any = {"id": "a", "type": "function", "function": {"name": "look", "arguments": ""}}
+    history: Any = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+    ]
+    await door.openai.chat.completions.create(model="any", messages=history)
+    assert '{"name": "look", "arguments": {}}' in door.says.tokenizer.decode(door.says.prompts[0], skip_special=False)
+
+
+async def test_results_of_tools_keep_their_place_and_say_that_they_are_errors(door: Door) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    results = [{"type": "text", "text": "first"}, {"type": "tool_result", "tool_use_id": "t", "content": "gone", "is_error": True},
+               {"type": "text", "text": "then"}]  # fmt: skip
+    history: Any = [*ASKS, {"role": "assistant", "content": [use]}, {"role": "user", "content": results}]
+    await door.anthropic.messages.create(model="any", max_tokens=50, messages=history)
+    text = door.says.tokenizer.decode(door.says.prompts[0], skip_special=False)
+    order = [
+        text.find(words) for words in ("first<|im_end|>", "<tool_response>\n<error>gone</error>\n", "then<|im_end|>")
+    ]
+    assert order == sorted(order) and order[0] > 0
+
+
+LACKING: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ("/v1/chat/completions", {"messages": [*HELLO, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content"),
+    ("/v1/responses", {"input": [{"role": "user", "text": "hi"}]}, "input[0].content"),
+    ("/v1/responses", {"input": [{"content": "hi"}]}, "input[0].role"),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "content": "hi"}]}]}, "messages.0.text"),
+    ("/v1/messages", {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.1.name"),
+    ("/v1/messages", {"messages": HELLO, "system": [{"type": "text"}]}, "system.text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "place"), LACKING)
+async def test_what_an_entry_lacks_is_no_empty_text(door: Door, path: str, body: dict[str, Any], place: str) -> None:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+        answer = await client.post(f"{door.url}{path}", json={"max_tokens": 5, **body} if "messages" in path else body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, f"{place} is missing or null")
+    assert door.says.prompts == []
+
+
+async def test_instructions_are_of_one_response(door: Door) -> None:
+    """OpenAI carries them to no later response, and system messages of the input to all."""
+    responses = door.openai.responses
+    items: Any = [{"role": "system", "content": "rule"}, {"role": "user", "content": "hello"}]
+    first = await responses.create(model="any", input=items, instructions="be nice")
+    for number, instructions in enumerate((None, "be brief"), 1):
+        await responses.create(model="any", input="b", previous_response_id=first.id, instructions=instructions)
+        text = door.says.tokenizer.decode(door.says.prompts[number], skip_special=False)
+        assert ("be nice" in text, "be brief" in text, "rule" in text) == (False, instructions is not None, True)
+    with pytest.raises(openai.BadRequestError, match="include cannot ask for log-probs"):
+        await responses.create(model="any", input="b", include=["message.output_text.logprobs"])
 
 
 CLAUDE_WRONG: list[tuple[dict[str, Any], str]] = [
@@ -296,8 +397,18 @@ async def test_bodies_that_are_too_large_or_not_json(door: Door) -> None:
         assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
         broken = await client.post(f"{door.url}/v1/messages", content=b"{")
         assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
-        nowhere = await client.post(f"{door.url}/v1/embeddings", json={})
+        nowhere = await client.post(f"{door.url}/v1/v1/messages", json={})
         assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "invalid_request_error")
+        assert "there are POST /v1/chat/completions, " in nowhere.json()["error"]["message"]
+        packed = {
+            "content": gzip.compress(json.dumps({"messages": HELLO}).encode()),
+            "headers": {"Content-Encoding": "gzip"},
+        }
+        assert (await client.post(f"{door.url}/v1/chat/completions", **packed)).status_code == 200
+        torn = await client.post(f"{door.url}/v1/chat/completions", **{**packed, "content": b"no gzip"})
+        assert (torn.status_code, torn.json()["error"]["type"]) == (400, "invalid_request_error")
+        both = {"x-api-key": door.key, "Authorization": "Bearer sk-of-another-service"}
+        assert (await client.get(f"{door.url}/v1/models", headers=both)).status_code == 200
         reward = await client.post(f"{door.url}/v1/session/reward", content=b'{"reward": 1e999}')
         assert reward.status_code == 400
 
