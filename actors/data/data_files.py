@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -47,7 +48,7 @@ FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
 UNREAD = (".csv", ".tsv", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".part")
-SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5}).*)")
+SHARD = re.compile(r"(?P<head>.*-)(?P<number>\d{5})-of-(?P<total>\d{5}).*")
 SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 
 
@@ -126,13 +127,9 @@ def _of_folder(path: str, key: str) -> tuple[str, ...]:
             f"{key}: {path} is a folder without data files; it {holds}",
             remedy="name a file, or a folder or pattern (`folder/*.jsonl`) of them",
         )
-    shards = {(found[1], found[3], int(found[4])) for name in data if (found := SHARD.fullmatch(name)) is not None}
-    wanted = {*saved, *(f"{head}{number:05}{tail}" for head, tail, total in shards for number in range(total))}
-    if lacks := sorted(wanted - set(names)):
-        raise DataError(
-            f"{folder}: {lacks[0]} is missing, by the names of the others or state.json",
-            remedy="copy the folder again, or say by a pattern which files are meant",
-        )
+    _check_shards(folder, data)
+    if lacks := sorted(set(saved) - set(names)):
+        raise DataError(f"{folder}: {lacks[0]} is missing, by state.json", remedy="copy the folder again")
     if not saved and (left_out := [name for name in names if _is_left_out(folder / name)]):
         raise ConfigError(
             f"{key}: the folder {path} holds {left_out[0]}, which would not be read",
@@ -146,6 +143,26 @@ def _of_folder(path: str, key: str) -> tuple[str, ...]:
                 remedy=f"say which by a pattern, for example {folder / (data[0][:5] + '*' + _suffix(data[0]))}",
             )
     return tuple(str(folder / name) for name in data)
+
+
+def _check_shards(folder: Path, names: Sequence[str]) -> None:
+    """Files that are parts of one set must be all of it, each once. Raises DataError."""
+    shards: dict[str, list[re.Match[str]]] = {}
+    for match in filter(None, map(SHARD.fullmatch, names)):
+        shards.setdefault(match["head"], []).append(match)
+    for head, matches in shards.items():
+        remedy = "copy the folder again, or say by a pattern which files are meant"
+        numbers, totals = Counter(int(match["number"]) for match in matches), {match["total"] for match in matches}
+        if len(totals) > 1 or numbers.total() > len(numbers):
+            shown = ", ".join(match[0] for match in matches[:SHOWN_NAMES])
+            raise DataError(
+                f"{folder}: parts of more than one set {head}*, perhaps of the same rows: {shown}", remedy=remedy
+            )
+        (total,) = totals
+        if missing := set(range(int(total))) - numbers.keys():
+            raise DataError(
+                f"{folder}: {head}{min(missing):05}-of-{total} is missing, by the names of the others", remedy=remedy
+            )
 
 
 def _saved(folder: Path) -> list[str]:

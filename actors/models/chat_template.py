@@ -467,6 +467,11 @@ class _Compiled:
     def __init__(self, source: str, place: str, day: date | None) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"{place}: the chat template has {len(source)} characters", remedy="use an honest one")
+        if source.startswith("\ufeff"):
+            raise ModelError(
+                f"{place}: the chat template begins with a byte order mark, which every prompt would begin with",
+                remedy="save it without the mark (UTF-8, not UTF-8 with BOM)",
+            )
         self.source = source
         try:
             self.template = TemplateSandbox(day).from_string(source)

@@ -237,10 +237,23 @@ def test_a2_a_folder_of_which_some_rows_would_be_left_out_is_refused(tmp_path: P
     (folder / "a-00000-of-00003.jsonl" if "-of-" in name else folder / "a.jsonl").write_bytes(lines(ROWS[:2]))
     (folder / name).write_bytes(lines(ROWS[:1]))
     told = refused(folder)
-    assert (name.partition("/")[0] if "-of-" not in name else "a-00002-of-00003.jsonl is missing") in told
+    assert (name.partition("/")[0] if "-of-" not in name else "a-00002-of-00003 is missing") in told
     assert "say by a pattern which files are meant" in told
     assert not needs_pyarrow(str(folder))  # of a folder that is refused elsewhere
     assert len(opened(folder / "a*.jsonl")) in (2, 3)
+
+
+def test_parts_of_a_set_are_told_by_their_numbers(tmp_path: Path) -> None:
+    """The hub's older names have a hash of each part."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, digest in enumerate(("2d5a14", "5852b5")):
+        (folder / f"train-0000{number}-of-00002-{digest}.jsonl").write_bytes(lines(ROWS[number : number + 1]))
+    assert len(opened(folder)) == 2
+    for name in ("train-00000-of-00001.jsonl", "train-00000-of-00002-aa0077.jsonl"):
+        (folder / name).write_bytes(lines(ROWS[:2]))
+        assert "parts of more than one set train-*, perhaps of the same rows: train-00000-of-0000" in refused(folder)
+        (folder / name).unlink()
 
 
 def test_a2_a_saved_dataset_is_the_files_that_it_names(tmp_path: Path) -> None:

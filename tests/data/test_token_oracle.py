@@ -295,6 +295,13 @@ def test_a1_arguments_that_a_template_does_not_look_at_are_told_by_those_that_it
             load_tokenizer(tmp_path, settings.data)
 
 
+def test_a_template_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("\ufeff" + CHATML)
+    with pytest.raises(ModelError, match="begins with a byte order mark, which every prompt would begin with"):
+        load_tokenizer(tmp_path)
+
+
 def test_f7_thinking_that_is_empty_is_none(tmp_path: Path) -> None:
     rows: Rows = [ASK, {"role": "assistant", "content": "3", "reasoning_content": ""}, ASK]
     template = ChatTemplate(CHATML, "x.jinja", {})
