@@ -13,6 +13,7 @@
 #   async20    20 asynchronous steps of a 0.6B shape      1 GPU (colocated) or 2, SGLang, 180 s
 #   async_balanced  the same, training as long as generating  1 GPU (colocated) or 2, SGLang, 180 s
 #   long_tail  lognormal lengths, eta 2 against eta 0     1 GPU (colocated) or 2, SGLang, 200 s
+#   disaggregated  the same, a half of the GPUs for the ranks, a half for engines  4 or 8 GPUs, SGLang, 300 s
 #   engine_start  a launched server's phases, started twice  1 GPU, SGLang, 260 s
 #   weights    trainer to engine, first token, stall      1 GPU (same GPU) or 2, SGLang, 240 s
 #   weights_experts  the same of 30B with 128 experts a layer  2 GPUs, SGLang, Megatron, 240 s
@@ -42,6 +43,7 @@
 #     memory_colocated_tp   the gang with tensor parallelism     2 or 4 GPUs, SGLang, Megatron, 250 s
 #     memory_residue        what stays of a trainer's process    1 GPU, Megatron, 60 s
 #     memory_communicators  communicators leave and come back    2 or 4 GPUs, 150 s
+#     memory_experts        30B with 128 experts in turns with FP8 servers  8 GPUs, SGLang, Megatron, 560 s; asked for alone
 #     memory_gang           GPUs that switch together            2 or 4 GPUs, 150 s
 #     memory_gang_training  switches change no step of a gang    2 or 4 GPUs, Megatron, 120 s
 #
@@ -95,7 +97,7 @@ ranks=$((num_gpus >= 4 ? 4 : 2))
 turns=""
 [ "$num_gpus" -ge 2 ] && turns="--gpus $ranks --ways ours --mem-fraction 0.85,0.8"
 dying=$placement
-[ "$num_gpus" -eq 2 ] && dying=gang
+[ "$num_gpus" -ge 2 ] && dying=gang
 
 start=150  # for servers of SGLang to load, which compile kernels on a fresh machine: a part's own limit counts after it
 
@@ -103,42 +105,43 @@ declare -A script=(
   [lora_rollout]=lora_rollout.py
   [topologies]=topologies.py
   [facts]=facts.py [rollout]=rollout_speed.py [train]=train_speed.py [train_profile]=train_speed.py [train4]=train_speed.py [lora]=train_speed.py [learn]=learn.py
-  [async20]=async20.py [async_balanced]=async20.py [long_tail]=long_tail.py [engine_start]=engine_start.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
+  [async20]=async20.py [async_balanced]=async20.py [long_tail]=long_tail.py [disaggregated]=long_tail.py [engine_start]=engine_start.py [weights]=weights_latency.py [weights_experts]=weights_experts.py [weights_experts_fp8]=weights_experts.py [fp8]=fp8.py [fp8_speed]=fp8_speed.py [logprobs]=logprob_gap.py [routing]=routing.py [speculative]=speculative.py [layouts]=layouts.py
   [kill]=kill_in_broadcast.py [live]=live.py [chaos]=chaos.py [reproducible]=repeats.py
   [repeats_probe]=repeats_probe.py [agents]=agents.py [peer_trl]=trl_step.py [peer_verl]=verl_step.py [peer_verl_learn]=verl_learn.py
   [memory_selfcheck]=memory_selfcheck.py [memory_rates]=memory_rates.py [memory_switch]=memory_switch.py
   [memory_colocated]=memory_colocated.py [memory_residue]=memory_residue.py
-  [memory_colocated_one]=memory_colocated.py [memory_colocated_tp]=memory_colocated.py
+  [memory_experts]=memory_colocated.py [memory_colocated_one]=memory_colocated.py [memory_colocated_tp]=memory_colocated.py
   [memory_communicators]=memory_communicators.py [memory_gang]=memory_gang.py
   [memory_gang_training]=memory_gang_training.py
 )
 declare -A limit=(
   [lora_rollout]=430
   [topologies]=300 [weights_experts_fp8]=240
-  [facts]=60 [rollout]=270 [train]=270 [train_profile]=340 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
+  [facts]=60 [rollout]=270 [train]=270 [train_profile]=340 [train4]=200 [lora]=480 [learn]=500 [async20]=330 [async_balanced]=330 [long_tail]=270 [disaggregated]=420 [engine_start]=200 [weights]=420 [weights_experts]=420 [fp8]=430 [fp8_speed]=90 [logprobs]=360 [routing]=420 [speculative]=430 [layouts]=330
   [kill]=230 [live]=240 [chaos]=460 [reproducible]=560 [repeats_probe]=230
   [agents]=580 [peer_trl]=240 [peer_verl]=575 [peer_verl_learn]=575
   [memory_selfcheck]=90 [memory_rates]=200 [memory_switch]=180 [memory_colocated]=$((num_gpus >= 2 ? 380 : 300))
-  [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
+  [memory_experts]=420 [memory_colocated_one]=330 [memory_colocated_tp]=330 [memory_residue]=90 [memory_communicators]=240
   [memory_gang]=170 [memory_gang_training]=270
 )
 declare -A gpus=(
   [lora_rollout]=1
   [topologies]=2 [weights_experts_fp8]=2
-  [facts]=1 [rollout]=1 [train]=1 [train_profile]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [async_balanced]=1 [long_tail]=1 [engine_start]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
+  [facts]=1 [rollout]=1 [train]=1 [train_profile]=1 [train4]=4 [lora]=1 [learn]=1 [async20]=1 [async_balanced]=1 [long_tail]=1 [disaggregated]=4 [engine_start]=1 [weights]=1 [weights_experts]=2 [fp8]=1 [fp8_speed]=1 [logprobs]=1 [routing]=1 [speculative]=1 [layouts]=2
   [kill]=1 [live]=1 [chaos]=1 [reproducible]=1 [repeats_probe]=1 [agents]=1 [peer_trl]=1 [peer_verl]=1 [peer_verl_learn]=1
   [memory_selfcheck]=1 [memory_rates]=1 [memory_switch]=1 [memory_colocated]=1 [memory_residue]=1
-  [memory_colocated_one]=2 [memory_colocated_tp]=2
+  [memory_experts]=8 [memory_colocated_one]=2 [memory_colocated_tp]=2
   [memory_communicators]=2 [memory_gang]=2 [memory_gang_training]=2
 )
 declare -A modules=(
   [lora_rollout]=sglang
   [topologies]=sglang [weights_experts_fp8]="sglang megatron.core"
-  [facts]="" [rollout]=sglang [train]="" [train_profile]=megatron.core [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
+  [facts]="" [rollout]=sglang [train]="" [train_profile]=megatron.core [train4]="" [lora]=megatron.core [learn]=sglang [async20]=sglang [async_balanced]=sglang [long_tail]=sglang [disaggregated]=sglang [engine_start]=sglang [weights]=sglang [weights_experts]="sglang megatron.core" [fp8]=sglang [fp8_speed]=sglang [logprobs]=sglang [routing]="sglang megatron.core" [speculative]="sglang megatron.core"
   [layouts]="megatron.core transformers pytest" [kill]=sglang [live]=sglang [chaos]=sglang
   [reproducible]="sglang megatron.core" [repeats_probe]="sglang megatron.core" [agents]="sglang openai" [peer_trl]="trl datasets" [peer_verl]="verl ray" [peer_verl_learn]="verl ray"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]=""
   [memory_colocated]="sglang megatron.core torch_memory_saver" [memory_residue]=megatron.core
+  [memory_experts]="sglang megatron.core torch_memory_saver"
   [memory_colocated_one]="sglang megatron.core torch_memory_saver"
   [memory_colocated_tp]="sglang megatron.core torch_memory_saver"
   [memory_communicators]="" [memory_gang]="" [memory_gang_training]=megatron.core
@@ -152,13 +155,16 @@ declare -A arguments=(
   [learn]="--placement $placement --engine $engine --backend $backend"
   [async20]="--placement $placement --engine $engine --backend $backend"
   [async_balanced]="--balanced --placement $placement --engine $engine --backend $backend"
-  [long_tail]="--placement $placement --engine $engine --backend $backend" [engine_start]="--backend $backend"
+  [long_tail]="--placement $placement --engine $engine --backend $backend"
+  [disaggregated]="--placement halves --gpus $num_gpus --backend $backend --shape 1.7b --part disaggregated" [engine_start]="--backend $backend"
   [weights]="--placement $placement --backend $backend" [weights_experts]="" [weights_experts_fp8]="--fp8" [fp8]="--backend $backend" [fp8_speed]="" [logprobs]="--backends $backend" [routing]="" [speculative]="" [layouts]="--ranks $ranks"
   [kill]="--placement $placement --backend $backend" [live]="--placement $placement --backend $backend"
-  [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? 2 : 1))"
+  [chaos]="--placement $dying --backend $backend --ranks $((num_gpus >= 2 ? ranks : 1))"
   [reproducible]="" [repeats_probe]="" [agents]="--backend $backend" [peer_trl]="" [peer_verl]="" [peer_verl_learn]=""
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]="$turns"
-  [memory_colocated_one]="$turns --servers one --part memory_colocated_one"
+  [memory_experts]="--gpus 8 --servers one --shape 30b-a3b --fp8 --mem-fraction 0.8 --steps 6 --tokens 8192 --part memory_experts
+    --set megatron.ep=8 --set sglang.ep_size=8 --set megatron.recompute=\"full\" --set memory.workspace_mb=8192"
+  [memory_colocated_one]="$turns --servers one --set megatron.tp=$((ranks / 2)) --part memory_colocated_one"
   [memory_colocated_tp]="$turns --set megatron.tp=2 --part memory_colocated_tp"
   [memory_residue]="" [memory_communicators]="--ranks $ranks --stages kill,reload,sizes --seconds 60"
   [memory_gang]="--num-devices $ranks" [memory_gang_training]="--ranks $ranks"
@@ -172,13 +178,13 @@ declare -A dry_arguments=(
   [lora]="--part lora --checkpoint --cases torch:0.6b:4,torch:0.6b --packs 2 --per-pack 2 --length 64 --steps 1"
   [train4]="--part train4 --world 2 --cases torch:1.7b --packs 1 --per-pack 2 --length 64 --steps 1"
   [learn]="--engine attach --shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [async20]="--engine attach --set run.num_steps=4" [async_balanced]="--balanced --engine attach --set run.num_steps=12" [long_tail]="--engine attach --steps 6" [engine_start]="--steps 2" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16" [speculative]="--engine attach --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 60 --limit 300"
+  [async20]="--engine attach --set run.num_steps=4" [async_balanced]="--balanced --engine attach --set run.num_steps=12" [long_tail]="--engine attach --steps 6" [disaggregated]="--placement halves --gpus 4 --engine embedded --steps 6 --part disaggregated" [engine_start]="--steps 2" [weights]="--updates 3" [weights_experts]="--updates 2" [weights_experts_fp8]="--updates 2 --fp8" [fp8]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none" [fp8_speed]="" [logprobs]="--prompts 8 --num-new 16" [routing]="--prompts 8 --num-new 16" [speculative]="--engine attach --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
+  [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 200 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
   [peer_trl]="" [peer_verl]="--cases shipped,tuned,polled,async" [peer_verl_learn]="--shape 0p5m --sft-steps 30 --steps 2"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
-  [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
+  [memory_experts]="--gpus 2 --servers one --part memory_experts" [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
   [memory_colocated_tp]="--gpus 2 --part memory_colocated_tp"
   [memory_residue]="" [memory_communicators]="--ranks 2" [memory_gang]="--num-devices 2"
   [memory_gang_training]="--ranks 2"

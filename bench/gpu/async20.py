@@ -1,7 +1,7 @@
 """20 asynchronous steps of a model of 0.6B's shape (random weights, a reward with spread and no meaning): how fast.
 
-python async20.py [--placement colocated|two] [--engine launched|attach] [--backend torch|megatron] [--device cpu]
-                  [--traffic] [--balanced]
+python async20.py [--placement colocated|two|halves] [--engine launched|attach] [--backend torch|megatron]
+                  [--traffic] [--balanced] [--device cpu]
 
 `--balanced`: each batch is trained twice, so that training takes about as long as generating: what is left of waiting,
 and what of the trainer's time has no name; the run is asked why, on the way. `--traffic`: also what a step sends in
@@ -35,6 +35,7 @@ from trial_runs import (
     has_begun,
     newest_run,
     overrides,
+    placement_overrides,
     stage,
     up,
 )
@@ -54,9 +55,9 @@ def write_prompts(path: Path, num: int, seed: int) -> None:
 
 def run_sets(choice: Choice, url: str) -> list[str]:
     """What the run file is told besides."""
-    sets = ['roles.rollout.devices="1"'] if choice.two_gpus else []
+    sets = placement_overrides(choice)
     if choice.is_cpu:
-        sets = ["rollout.max_new_tokens=8", "algo.batch_size=2", "rollout.num_samples=4"]
+        sets += ["rollout.max_new_tokens=8", "algo.batch_size=2", "rollout.num_samples=4"]
     return [*sets, *overrides(choice, url)]
 
 
@@ -80,7 +81,7 @@ def asking(runs: Path) -> Generator[list[str]]:
 
 def main() -> None:
     args = parser(__doc__)
-    add_choices(args)
+    add_choices(args, with_halves=True)
     args.add_argument("--shape", default="0.6b")
     args.add_argument("--limit", type=float, default=280.0)
     args.add_argument("--traffic", action="store_true")

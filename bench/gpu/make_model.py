@@ -1,9 +1,10 @@
 """Qwen3 folders from nothing: small ones that learn, and ones of the published shapes with random bf16 weights.
 
-    python make_model.py SHAPE FOLDER [--seed 0] [--device cpu]
+    python make_model.py SHAPE FOLDER [--seed 0] [--device cpu] [--fp8 FOLDER]
 
 Shapes for speed have the true vocabulary of 151936 ids; their tokenizer is the small ones' (bytes and a few special
-tokens) with plain words for all further ids, so that whatever is sampled can be decoded.
+tokens) with plain words for all further ids, so that whatever is sampled can be decoded. `--fp8`: also a folder of the
+same weights with projections in FP8, for servers; `30b-a3b` needs 57 GiB of disk, and 29 GiB for that one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ SHAPES = {
 }
 """The last three as published by Qwen (config.json of Qwen3-0.6B, -1.7B, -4B); `dry` stands for them on a CPU."""
 
+MOE_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+"""config.json of Qwen3-30B-A3B."""
+
 SMALL_VOCAB, TRUE_VOCAB, DRY_VOCAB = 320, 151_936, 1024
 TRUE_CONTEXT = 40_960
 ROPE_THETA = 1_000_000.0
@@ -63,6 +76,8 @@ def qwen3_config(
 
 def shape_config(shape: str) -> ModelConfig:
     """The config of a shape for speed."""
+    if shape == "30b-a3b":
+        return parse_model_config(MOE_30B, "Qwen3-30B-A3B")
     vocab_size = DRY_VOCAB if shape == "dry" else TRUE_VOCAB
     return qwen3_config(
         SHAPES[shape], vocab_size, TRUE_CONTEXT, place=f"shape {shape}", rope_theta=ROPE_THETA, dtype="bfloat16"
@@ -88,11 +103,14 @@ def make_shaped(folder: Path, shape: str, seed: int = 0, device: str = "cpu") ->
     return config
 
 
-def make_apart(folder: Path, shape: str, device: str) -> ModelConfig:
-    """The same, on a GPU in a process of its own: what measures afterwards shall find the GPU empty."""
+def make_apart(folder: Path, shape: str, device: str, served: Path | None = None) -> ModelConfig:
+    """The same, on a GPU in a process of its own: what measures afterwards shall find the GPU empty. `served`: also a
+    folder in FP8."""
     if device == "cpu":
         return make_shaped(folder, shape)
-    subprocess.run([sys.executable, __file__, shape, str(folder), "--device", device], check=True, timeout=120)
+    more = () if served is None else ("--fp8", str(served))
+    command = [sys.executable, __file__, shape, str(folder), "--device", device, *more]
+    subprocess.run(command, check=True, timeout=120 if shape in SHAPES else 400)
     return shape_config(shape)
 
 
@@ -130,8 +148,9 @@ def write_wide_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*PRESETS, *SHAPES])
+    parser.add_argument("shape", choices=[*PRESETS, *SHAPES, "30b-a3b"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--fp8", type=Path, help="a second folder, with projections in FP8")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
@@ -139,6 +158,10 @@ def main() -> None:
         config = make_learner(args.folder, args.shape, args.seed)
     else:
         config = make_shaped(args.folder, args.shape, args.seed, args.device)
+    if args.fp8 is not None and not args.fp8.exists():
+        from myxa.actors.backends.convert import quantise_folder  # imports torch
+
+        quantise_folder(args.folder, args.fp8)
     print(f"{args.folder}: {config.num_parameters:,} parameters, {config.vocab_size} ids")
 
 

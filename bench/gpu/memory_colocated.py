@@ -3,7 +3,9 @@ the trainer is a gang of a rank on each, whose communicators leave if all else d
 on each GPU, or one over all of them.
 
     python memory_colocated.py [--shape 1.7b] [--mem-fraction 0.9,0.85] [--steps 7] [--device cpu]
-                               [--gpus 1] [--servers each|one] [--set megatron.tp=2]
+                               [--gpus 1] [--servers each|one] [--set megatron.tp=2] [--fp8]
+
+`--fp8`: servers hold their projections as FP8 in blocks, and the ranks quantise each version on its way.
 
 An ordinary run of `memory_colocated.toml`, with SGLang launched by the rollout actor and Megatron as the trainer.
 Exposed switch of a step, as the leader tells it: nobody computes, from asking for the trainer's turn to having it, and
@@ -40,6 +42,8 @@ were seen for 16,384)."""
 GROUPS = 48
 """In flight on all servers: if one had room for all, the first to adopt a version would take all."""
 RESIDUE_MIB, GANG_RESIDUE_MIB = 1024.0, 1536.0
+WEIGHTS_S = 7.0
+"""What slime needs for 30B with 3B active on eight GPUs."""
 SAMPLE_S = 0.2
 OF_MEMORY = re.compile(r"out of memory|not enough memory|outofmemory|refused: .* short", re.IGNORECASE)
 """In what a run says that might go with less memory for the engine."""
@@ -145,7 +149,7 @@ def trainer_pids(run_dir: Path) -> set[int]:
     return found
 
 
-def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[str]:
+def sets_of(options: argparse.Namespace, way: str, mem_fraction: float, served: Path | None = None) -> list[str]:
     """What differs from the run file."""
     num_servers = options.gpus if options.servers == "each" else 1
     sets = [
@@ -171,6 +175,8 @@ def sets_of(options: argparse.Namespace, way: str, mem_fraction: float) -> list[
         f"sglang.mem_fraction_static={mem_fraction:g}",
         # SGLang's own all-reduce is compiled when the server starts, and works by NVLink multicast where there is any
         *(["sglang.disable_custom_all_reduce=true"] if options.gpus > num_servers else []),
+        *([f'weights.served_folder="{served}"', 'algo.correction="tis"', 'sglang.fp8_gemm_backend="triton"']
+          if served else []),
         *sets,
     ]  # fmt: skip
 
@@ -189,7 +195,7 @@ def try_run(report: Report, options: argparse.Namespace, way: str, work: Path) -
         if sampler is not None:
             sampler.start()
         try:
-            sets = sets_of(options, way, fraction)
+            sets = sets_of(options, way, fraction, work / "served" if options.fp8 else None)
             run_dir = up(work / RUN_FILE, sets, limit_s=min(options.limit, max(left_s, 5.0)), still_s=STILL_S)
         except RunFailedError as error:
             report.say(f"- {way} at {fraction:g}: FAILED after {time.monotonic() - started_s:.0f} s: {error}\n")
@@ -281,7 +287,12 @@ def judge(report: Report, options: argparse.Namespace, ways: list[Way]) -> None:
     report.goal("ours: exposed switch of a step, s", median(ours.exposed_s), at_most=1.0)
     most = RESIDUE_MIB if options.gpus == 1 else GANG_RESIDUE_MIB
     report.goal("ours: residue of the trainer, MiB", ours.residue and ours.residue / MIB, at_most=most)
-    report.goal("ours: mem_fraction_static", ours.mem_fraction, at_least=0.9 if options.gpus == 1 else 0.85)
+    least = 0.8 if options.gpus >= 8 else 0.9 if options.gpus == 1 else 0.85
+    report.goal("ours: mem_fraction_static", ours.mem_fraction, at_least=least)
+    if options.fp8:
+        parts = [median(ours.run.others.get(f"weights/{name}_s", [])) for name in ("publish", "adopt")]
+        to_engines = None if None in parts else sum(part or 0.0 for part in parts)
+        report.goal("ours: seconds from the trainer's weights to the engines", to_engines, at_most=WEIGHTS_S)
 
 
 def main() -> None:
@@ -297,6 +308,7 @@ def main() -> None:
     args.add_argument("--budget", type=float, default=0.0, help="seconds for all of it; 0 = as the script says, or 285")
     args.add_argument("--part", default="memory_colocated", help="its name in the figures")
     args.add_argument("--capacity-mib", type=int, default=0, help="of the stand-in device of a dry run; 0 = chosen")
+    args.add_argument("--fp8", action="store_true")
     args.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
     options = args.parse_args()
     is_cpu = options.device == "cpu"
@@ -308,7 +320,9 @@ def main() -> None:
     tell_when_ended(report, lambda: tell_ended(report, options, work))
     stage(work, RUN_FILE, "spread_reward.py", launches=not is_cpu)
     watch = Stopwatch(report)
-    config = make_apart(work / "model", "dry" if is_cpu else options.shape, options.device)
+    config = make_apart(
+        work / "model", "dry" if is_cpu else options.shape, options.device, work / "served" if options.fp8 else None
+    )
     write_prompts(work / "data" / "prompts.jsonl", 4000, seed=1)
     watch.lap(f"model of {config.num_parameters:,} parameters, and data")
     if is_cpu:

@@ -37,8 +37,10 @@ class Choice:
     is_cpu: bool
     engine: str
     backend: str
-    two_gpus: bool
-    channel: str
+    channel: str = ""
+    placement: str = "colocated"
+    num_gpus: int = 1
+    """With `halves`: of the trainer and the engines together."""
     overrides: tuple[str, ...] = ()
 
     @property
@@ -47,7 +49,11 @@ class Choice:
 
     @property
     def engine_gpu(self) -> int:
-        return int(self.two_gpus)
+        return int(self.placement == "two")
+
+    @property
+    def num_engines(self) -> int:
+        return self.num_gpus // 2 if self.placement == "halves" else 1
 
 
 class RunFailedError(RuntimeError):
@@ -59,8 +65,11 @@ class RunFailedError(RuntimeError):
         self.run_dir = run_dir
 
 
-def add_choices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--placement", choices=("colocated", "two"), default="colocated", help="GPUs: shared, or two")
+def add_choices(parser: argparse.ArgumentParser, *, with_halves: bool = False) -> None:
+    placements = ("colocated", "two", *(("halves",) if with_halves else ()))
+    halves = ", or a half for the trainer's ranks and a half for engines" if with_halves else ""
+    parser.add_argument("--placement", choices=placements, default="colocated", help=f"GPUs: shared, or two{halves}")
+    parser.add_argument("--gpus", type=int, default=2, help="of both halves" if with_halves else argparse.SUPPRESS)
     parser.add_argument("--engine", choices=("launched", "attach", "embedded"), default="launched",
                         help="SGLang started by the rollout actor, by this script, or our own engine")  # fmt: skip
     parser.add_argument("--backend", choices=("torch", "megatron"), default="torch")
@@ -80,8 +89,9 @@ def chosen(args: argparse.Namespace) -> Choice:
         is_cpu=args.device == "cpu",
         engine=args.engine,
         backend=args.backend,
-        two_gpus=args.placement == "two",
         channel=args.channel,
+        placement=args.placement,
+        num_gpus=args.gpus,
         overrides=tuple(args.overrides),
     )
 
@@ -104,6 +114,19 @@ def overrides(choice: Choice, url: str) -> list[str]:
     if choice.channel:
         found.append(f'weights.channel="{choice.channel}"')
     return [*found, *choice.overrides]
+
+
+def placement_overrides(choice: Choice) -> list[str]:
+    """Who has which GPUs, for run files that have both on the first one."""
+    if choice.placement == "two":
+        return ['roles.rollout.devices="1"']
+    if choice.placement == "colocated":
+        return []
+    half = choice.num_engines
+    return [
+        f"roles.trainer.count={half}", f'roles.trainer.devices="0-{half - 1}"',
+        f"roles.rollout.count={half}", f'roles.rollout.devices="{half}-{2 * half - 1}"',
+    ]  # fmt: skip
 
 
 def trainer_override(choice: Choice) -> str:

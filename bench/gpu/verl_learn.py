@@ -200,7 +200,7 @@ def main() -> None:
     environment = verl_step.beside(work, compute_score)
     leave_out_verl()
     own_cache(work / "warm_up", os.environ)
-    choice = Choice(is_cpu, "embedded" if is_cpu else "launched", "torch", two_gpus=False, channel="")
+    choice = Choice(is_cpu, "embedded" if is_cpu else "launched", "torch")
     warmed_up(report, work, choice, options)
     report.say("".join(f"- unfair: {one}\n" for one in UNFAIR))
     rows: list[tuple[str, ...]] = []

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from figures import Report, parser, work_folder
-from make_model import make_shaped
+from make_model import MOE_30B, make_shaped
 from servers import FP8_SERVER, Server, ServerDiedError, running
 from weights_latency import checksum, probing, read_tokens
 
@@ -41,17 +41,6 @@ from myxa.core.process import boot_id
 SENDER = "trainer/0"
 LINK_BYTES_S = 396e9
 """One GPU of an H200 host to another, as `memory_rates` measured it."""
-MOE_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-6, "rope_scaling": None,
-    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
-"""config.json of Qwen3-30B-A3B."""
 
 
 class Senders:

@@ -34,7 +34,7 @@ from async20 import write_prompts
 from figures import Report, median, parser, work_folder
 from make_model import make_apart
 from servers import Server, ServerDiedError, running
-from trial_runs import Choice, RunFailedError, overrides, stage, up
+from trial_runs import Choice, RunFailedError, overrides, placement_overrides, stage, up
 
 from myxa.actors.sinks.chrome_trace import TRACE_FILE
 
@@ -204,18 +204,18 @@ def compare_bytes(url: str, run_dir: Path, num_steps: int) -> str:
 
 def run_sets(choice: Choice, url: str, channel: str, num_steps: int) -> list[str]:
     """Short answers and small batches: a new version as often as the trainer can make one."""
-    sets = [
+    return [
         f"run.num_steps={num_steps}", "trainer.export_at_end=true", "algo.batch_size=4", "rollout.max_groups=8",
         "rollout.num_samples=4", f"rollout.max_new_tokens={8 if choice.is_cpu else 48}", f'run.name="{channel}"',
-        "run.max_wall_s=100", "monitor.trace=true", *overrides(choice, url),
+        "run.max_wall_s=100", "monitor.trace=true",
+        *placement_overrides(choice), *overrides(choice, url),
     ]  # fmt: skip
-    return [*sets, f'roles.rollout.devices="{choice.engine_gpu}"'] if choice.two_gpus else sets
 
 
 def run_channel(report: Report, options: argparse.Namespace, channel: str, url: str, work: Path) -> list[Update] | None:
     is_cpu = options.device == "cpu"
     choice = Choice(
-        is_cpu=is_cpu, engine="attach", backend=options.backend, two_gpus=options.placement == "two",
+        is_cpu=is_cpu, engine="attach", backend=options.backend, placement=options.placement,
         channel=channel if options.sets_channel else "", overrides=tuple(options.overrides),
     )  # fmt: skip
     num_steps = options.updates + SKIPPED_UPDATES + LAST_UPDATES

@@ -17,7 +17,8 @@ from types import ModuleType
 import psutil
 import pytest
 
-from myxa.core.config import load_config
+from myxa.core.config import RunConfig, load_config
+from myxa.launch.supervisor.placement import place
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = ROOT / "bench" / "gpu"
@@ -49,7 +50,7 @@ def test_runs_load_whatever_the_command_line_chooses_on_gpus(
     bench: Callable[[str], ModuleType], tmp_path: Path, engine: str, backend: str, placement: str
 ) -> None:
     runs, two_gpus = bench("trial_runs"), placement == "two"
-    choice = runs.Choice(is_cpu=False, engine=engine, backend=backend, two_gpus=two_gpus, channel="")
+    choice = runs.Choice(is_cpu=False, engine=engine, backend=backend, placement=placement)
     runs.stage(tmp_path, *RUN_FILES, launches=choice.launches)
     url = "http://127.0.0.1:1" if engine == "attach" else ""
     learn = load_config([tmp_path / f"learn_{placement}.toml"], runs.overrides(choice, url))
@@ -61,15 +62,49 @@ def test_runs_load_whatever_the_command_line_chooses_on_gpus(
     assert load_config([tmp_path / "learn_sft.toml"], [runs.trainer_override(choice)]).algo.kind == "sft"
     if engine == "attach":
         for channel in ("nccl" if two_gpus else "cuda_ipc", "disk"):
-            chosen = runs.Choice(is_cpu=False, engine=engine, backend=backend, two_gpus=two_gpus, channel=channel)
+            chosen = runs.Choice(is_cpu=False, engine=engine, backend=backend, placement=placement, channel=channel)
             sets = bench("weights_latency").run_sets(chosen, url, channel, 14)
             assert load_config([tmp_path / "async20.toml"], sets).weights.channel == channel
+
+
+def devices_of(config: RunConfig, role: str) -> list[tuple[int, ...]]:
+    return [actor.devices for actor in place(config, 1) if actor.role == role]
+
+
+def test_one_half_of_the_gpus_trains_and_each_of_the_other_has_an_engine(
+    bench: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    runs = bench("trial_runs")
+    choice = runs.Choice(is_cpu=False, engine="launched", backend="torch", placement="halves", num_gpus=8)
+    runs.stage(tmp_path, "async20.toml", launches=True)
+    config = load_config([tmp_path / "async20.toml"], bench("long_tail").run_sets(choice, "", 2, 10))
+    assert devices_of(config, "trainer") == [(0,), (1,), (2,), (3,)]
+    assert devices_of(config, "rollout") == [(4,), (5,), (6,), (7,)]
+    assert config.algo.batch_size == 32
+
+
+def test_experts_in_turns_are_one_server_in_fp8_over_all_ranks(
+    bench: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    bench("trial_runs").stage(tmp_path, "memory_colocated.toml", launches=True)
+    options = argparse.Namespace(
+        device="cuda", gpus=8, servers="one", steps=6, tokens=8192,
+        overrides=["megatron.ep=8", "sglang.ep_size=8", "memory.workspace_mb=8192"],
+    )  # fmt: skip
+    config = load_config(
+        [tmp_path / "memory_colocated.toml"],
+        bench("memory_colocated").sets_of(options, "ours", 0.8, tmp_path / "served"),
+    )
+    assert devices_of(config, "trainer") == [(gpu,) for gpu in range(8)]
+    assert devices_of(config, "rollout") == [tuple(range(8))]
+    assert config.weights.served_folder == str(tmp_path / "served")
+    assert config.memory.workspace_mb == 8192
 
 
 @pytest.mark.parametrize("engine", ["attach", "embedded"])
 def test_runs_load_on_a_cpu(bench: Callable[[str], ModuleType], tmp_path: Path, engine: str) -> None:
     runs = bench("trial_runs")
-    choice = runs.Choice(is_cpu=True, engine=engine, backend="torch", two_gpus=False, channel="")
+    choice = runs.Choice(is_cpu=True, engine=engine, backend="torch")
     runs.stage(tmp_path, *RUN_FILES)
     url = "http://127.0.0.1:1" if engine == "attach" else ""
     for name in RUN_FILES[1:]:
@@ -136,7 +171,7 @@ def test_myxa_learns_beside_verl_with_a_server_of_its_own(
     bench: Callable[[str], ModuleType], tmp_path: Path, case: str, staleness: int
 ) -> None:
     runs, learn = bench("trial_runs"), bench("verl_learn")
-    choice = runs.Choice(is_cpu=False, engine="launched", backend="torch", two_gpus=False, channel="")
+    choice = runs.Choice(is_cpu=False, engine="launched", backend="torch")
     runs.stage(tmp_path, "learn_colocated.toml", launches=choice.launches)
     options = argparse.Namespace(seed=0, steps=100, reward=0.9)
     config = load_config([tmp_path / "learn_colocated.toml"], learn.myxa_sets(case, options, choice))
