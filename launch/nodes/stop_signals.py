@@ -1,17 +1,20 @@
 """Ctrl-C, SIGTERM and a closed terminal: the first signal requests an orderly end, the second ends everything at once.
 
-Kernel and shell may both report a closed terminal, so SIGHUP never counts as the second. nohup has SIGHUP ignored.
+`timeout` and `uv run` send one signal twice, so one that follows within `TWICE_S` counts as the same. Kernel and shell
+may both report a closed terminal, so SIGHUP never counts as the second. nohup has SIGHUP ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CTRL_C = "Ctrl-C"
+TWICE_S = 0.5
 
 
 @contextmanager
@@ -21,14 +24,14 @@ def stop_signals(asked: Callable[[str, int], None]) -> Generator[asyncio.Future[
     forced: asyncio.Future[int] = loop.create_future()
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     caught = [number for number in SIGNALS if not (outlives and number is signal.SIGHUP)]
-    is_asked = False
+    first_s = math.inf
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal is_asked
-        if not is_asked:
-            is_asked = True
+        nonlocal first_s
+        if first_s == math.inf:
+            first_s = loop.time()
             asked(CTRL_C if number is signal.SIGINT else number.name, int(number))
-        elif number is not signal.SIGHUP and not forced.done():
+        elif number is not signal.SIGHUP and loop.time() > first_s + TWICE_S and not forced.done():
             forced.set_result(int(number))
 
     for number in caught:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.launch.conftest import launched
 
 from myxa.core.errors import ConfigError
 from myxa.launch.control.client import ControlClient
+from myxa.launch.nodes.stop_signals import TWICE_S
 
 FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0", "rollout/1")
 TWO = ("--set", "roles.rollout.count=2")
@@ -89,6 +91,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             one.switch(switch)
         one.signal(signal.SIGINT)
         one.until(lambda: (one.dir / "coordinator.asked").exists(), "the coordinator to be asked")
+        time.sleep(TWICE_S)
         one.signal(signal.SIGINT)
         assert one.ended() == 130, one.evidence()
         assert not (one.dir / "monitor.stopped").exists(), "nobody was waited for"
