@@ -1,7 +1,8 @@
 """What an actor and its parts report by (`Reporter`): telemetry for the monitor.
 
-Training never waits for the monitor and never fails because of it. A bundle that does not get through is kept for the
-next time, within the buffer's bound; what the bound pushes out is counted, and the count travels with the next bundle.
+Training never waits for the monitor and never fails because of it. A bundle without an answer is sent again, and its
+number tells the monitor whether it has it already. Meanwhile records wait within the buffer's bound; what the bound
+pushes out is counted, and the count travels with the next bundle.
 """
 
 from __future__ import annotations
@@ -42,40 +43,34 @@ every so many seconds."""
 
 
 async def report_once(buffer: TelemetryBuffer, send: SendTelemetry, *, timeout_s: float = 5.0) -> bool:
-    """Send what waits; False: it waits again, unless no monitor could take it. Raises only CancelledError."""
-    again: Telemetry | None = None
+    """Send what waits, a bundle without an answer first; False: something waits again, or was lost. Raises only
+    CancelledError."""
     while True:
-        bundle, again = again or buffer.drain(), None
-        if not (bundle.metrics or bundle.events or bundle.spans or bundle.samples or bundle.dropped):
+        is_again = buffer.unconfirmed is not None
+        bundle = buffer.unconfirmed or buffer.drain()
+        if not (bundle.counts() or bundle.dropped):
             return True
         has_more = bool(len(buffer))  # what comes while this is sent is for the next time
-        sending = asyncio.ensure_future(asyncio.wait_for(send(bundle), timeout_s))  # noqa: TID251 -- awaited here
+        buffer.unconfirmed = bundle
         try:
-            await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            if not await _has_arrived(sending):
-                buffer.put_back(bundle)  # the last words are sent twice, at worst, rather than never
-            raise
+            async with asyncio.timeout(timeout_s):
+                await send(bundle)
         except AWAY as error:
-            buffer.put_back(bundle)
             _log.debug("%s: a telemetry bundle waits for a monitor: %r", buffer.source, error)
             return False
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the monitor, the actor must not fail
-            events = Telemetry(events=bundle.events)
-            again = events if bundle.events and bundle != events else None  # they need not be at fault
-            buffer.lost(bundle if again is None else replace(bundle, events=()))
             _log.debug("%s: a telemetry bundle was lost: %r", buffer.source, error)
-            if again is None:
+            others = replace(bundle, events=())
+            if not bundle.events or not (others.counts() or others.dropped):
+                buffer.unconfirmed = None
+                buffer.lost(bundle)
                 return False
+            buffer.lost(others)
+            buffer.unconfirmed = buffer.numbered(Telemetry(events=bundle.events))  # they need not be at fault
             continue
-        if not has_more:
+        buffer.unconfirmed = None
+        if not (has_more or is_again):
             return True
-
-
-async def _has_arrived(sending: asyncio.Future[None]) -> bool:
-    """Of a report that is under way when the actor stops: sent again it would count twice."""
-    await asyncio.wait({sending}, timeout=TIMEOUTS.monitor.last_words_s)
-    return not sending.cancel() and not sending.cancelled() and sending.exception() is None
 
 
 async def report_forever(buffer: TelemetryBuffer, send: SendTelemetry, every_s: float = REPORT_S) -> None:

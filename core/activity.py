@@ -18,6 +18,7 @@ import contextlib
 import functools
 import math
 import re
+import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -225,6 +226,9 @@ class TelemetryBuffer:
         self.more_seconds: list[Callable[[], Mapping[str, float]]] = []
         """Further sums of seconds to tell with those of the meter, by names with a "/": they are no part of them."""
         self._num_untold = 0
+        self.unconfirmed: Telemetry | None = None
+        """The bundle that was sent last, until the monitor is known to have it."""
+        self._sender, self._number = f"{self.source} {secrets.token_hex(4)}", 0
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -285,7 +289,7 @@ class TelemetryBuffer:
     def drain(self, max_bytes: int = 400_000) -> Telemetry:
         """The next bundle, of about `max_bytes` encoded. Call again while `len(buffer)` is not 0."""
         self._take_from_meter()
-        budget, taken = max_bytes, dict[str, tuple[Any, ...]]()
+        budget, taken = max_bytes, dict[str, Any]()
         for name, queue in self._waiting.items():
             records: list[Any] = []
             while queue and budget > 0:
@@ -293,20 +297,16 @@ class TelemetryBuffer:
                 budget -= _size_bytes(records[-1])
             taken[name] = tuple(records)
         dropped, self._dropped = self._dropped, Counter[str]()
-        return Telemetry(**taken, dropped=dict(dropped))
+        return self.numbered(Telemetry(**taken, dropped=dict(dropped)))
+
+    def numbered(self, bundle: Telemetry) -> Telemetry:
+        self._number += 1
+        return msgspec.structs.replace(bundle, sender=self._sender, number=self._number)
 
     def lost(self, bundle: Telemetry) -> None:
         """A drained bundle could not be sent: its records count as dropped in the next one."""
         self._dropped.update(bundle.dropped)
         self._dropped.update(bundle.counts())
-
-    def put_back(self, bundle: Telemetry) -> None:
-        """A bundle that was not sent comes first in the next one."""
-        self._dropped.update(bundle.dropped)
-        for name, queue in self._waiting.items():
-            queue.extendleft(reversed(getattr(bundle, name)))
-            while len(queue) > self._limit(name):
-                self._make_room(name)
 
     def _limit(self, name: str) -> int:
         return min(self.max_records, _MAX_SAMPLES) if name == "samples" else self.max_records

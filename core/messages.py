@@ -473,6 +473,9 @@ class Telemetry(Record, frozen=True):
     samples: tuple[GroupText, ...] = ()
     dropped: dict[str, int] = {}
     """What the sender had to throw away since the last bundle, as `counts` names it -> how many."""
+    sender: str = ""
+    """One incarnation of the actor, whose bundles have rising numbers; empty: they have none."""
+    number: int = 0
 
     def counts(self) -> Counter[str]:
         """Its records: "metrics", "spans", "samples" or "events KIND" -> how many."""

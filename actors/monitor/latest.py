@@ -64,9 +64,10 @@ class Latest:
     def __init__(self, window_s: float = 60.0) -> None:
         self._window_s = window_s
         self._values: dict[str, dict[str, float]] = {}
-        self._merged: dict[str, tuple[int, float]] = {}
+        self._merged: dict[str, tuple[MetricPoint, float]] = {}
         self._time = defaultdict[str, _TimeShares](_TimeShares)
-        self._heard_wall_s: dict[str, float] = {}
+        self._heard_s: dict[str, float] = {}
+        """By the monitor's own clock: those of other machines may differ."""
         self._steps: dict[str, float] = {}
         self._events: dict[str, Counter[str]] = {}
         """Source -> kind -> how many."""
@@ -75,22 +76,22 @@ class Latest:
         self.num_refused = 0
         """Values that were not kept because there are too many names or sources."""
 
-    def apply(self, bundle: Telemetry) -> None:
+    def apply(self, bundle: Telemetry, now_s: float) -> None:
         for what, num in bundle.dropped.items():
             self.dropped[what if what in self.dropped or len(self.dropped) < _MAX_NAMES else "others"] += num
         for point in bundle.metrics:
-            self._apply_point(point)
+            self._apply_point(point, now_s)
         for event in bundle.events:
             if event.source in self._events or len(self._events) < _MAX_SOURCES:
                 kinds = self._events.setdefault(event.source, Counter())
                 if event.kind in kinds or len(kinds) < _MAX_NAMES:
                     kinds[event.kind] += 1
 
-    def _apply_point(self, point: MetricPoint) -> None:
+    def _apply_point(self, point: MetricPoint, now_s: float) -> None:
         if point.source not in self._values and len(self._values) >= _MAX_SOURCES:
             self.num_refused += len(point.values)
             return
-        self._heard_wall_s[point.source] = point.wall_s
+        self._heard_s[point.source] = now_s
         if point.step >= 0:
             self._steps[point.source] = float(point.step)
         values = self._values.setdefault(point.source, {})
@@ -100,9 +101,9 @@ class Latest:
                 seconds[name.removeprefix(TIME_PREFIX)] = value
             elif name in values or len(values) < _MAX_NAMES:
                 values[name] = value
-                step = point.step
-                if name not in self._merged or self._merged[name][0] <= step or step < 0:
-                    self._merged[name] = (step, value)
+                newest = self._merged[name][0] if name in self._merged else point
+                if newest.step <= point.step or point.step < 0 or newest.source == point.source:
+                    self._merged[name] = (point, value)
             else:
                 self.num_refused += 1
         if seconds:
@@ -113,7 +114,7 @@ class Latest:
         window_s = min(max(window_s, 0.0), LONGEST_WINDOW_S)
         return {source: time.recent(window_s) for source, time in self._time.items()}
 
-    def snapshot(self, now_wall_s: float) -> dict[str, dict[str, float]]:
+    def snapshot(self, now_s: float) -> dict[str, dict[str, float]]:
         """`metrics`: newest value by name over all sources; `<source>`: its own latest values; `time/<source>`: shares
         over the last window, with parts such as "wait-data/reward"; `events/<source>`: how many of each kind; `age_s`:
         seconds since each source was heard; `step`: of its newest point; `monitor`: counts."""
@@ -121,7 +122,7 @@ class Latest:
         view["metrics"] = {name: value for name, (_, value) in self._merged.items()}
         for source, time in self._time.items():
             view[f"time/{source}"] = time.recent(self._window_s)
-        view["age_s"] = {source: max(0.0, now_wall_s - wall_s) for source, wall_s in self._heard_wall_s.items()}
+        view["age_s"] = {source: now_s - heard_s for source, heard_s in self._heard_s.items()}
         for source, kinds in self._events.items():
             view[f"events/{source}"] = {kind: float(num) for kind, num in kinds.items()}
         view["step"] = dict(self._steps)

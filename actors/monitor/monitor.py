@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.activity import ActivityMeter, TelemetryBuffer
+from ...core.actor import MANY_PEERS
 from ...core.clock import Clock, SystemClock
 from ...core.messages import Event, MetricPoint, Telemetry
 from ...core.sink import Sink
@@ -50,6 +51,8 @@ class Monitor(MonitorContract):
         self._latest = Latest()
         self._time_written_s: dict[str, float] = {}
         self._held_times: dict[str, MetricPoint] = {}
+        self._newest: dict[str, int] = {}
+        """`Telemetry.sender` -> number of its newest bundle."""
         self._drops_told = Counter[str]()
         self._drops_told_s = self.clock.monotonic()
         self._meter = ActivityMeter(_NAME, self.clock)
@@ -82,6 +85,8 @@ class Monitor(MonitorContract):
         await self._sinks.stop(TIMEOUTS.monitor.close_s)
 
     async def telemetry(self, bundle: Telemetry) -> None:
+        if self._is_known(bundle):
+            return
         with self._meter.working("fold"):
             self._take(bundle)
         if self.clock.monotonic() >= self._own_told_s + REPORT_S:
@@ -89,8 +94,16 @@ class Monitor(MonitorContract):
         if self.clock.monotonic() >= self._drops_told_s + TIMEOUTS.monitor.report_drops_s:
             self._tell_drops()
 
+    def _is_known(self, bundle: Telemetry) -> bool:
+        """Whether it came before: a sender that hears no answer sends it again."""
+        newest = self._newest.pop(bundle.sender, 0)
+        self._newest[bundle.sender] = max(newest, bundle.number)
+        if len(self._newest) > MANY_PEERS:  # the sender that has been silent for the longest time goes
+            del self._newest[next(iter(self._newest))]
+        return bool(bundle.sender) and bundle.number <= newest
+
     def _take(self, bundle: Telemetry) -> None:
-        self._latest.apply(bundle)
+        self._latest.apply(bundle, self.clock.monotonic())
         self._sinks.put(self._thinned(bundle))
 
     def _tell_own(self) -> None:
@@ -100,7 +113,7 @@ class Monitor(MonitorContract):
 
     async def snapshot(self) -> dict[str, dict[str, float]]:
         """See `Latest.snapshot`; under `monitor` also the records that the sinks were too slow for."""
-        view = self._latest.snapshot(self.clock.wall())
+        view = self._latest.snapshot(self.clock.monotonic())
         view["monitor"]["sinks_dropped"] = float(self._sinks.dropped.total())
         view["monitor"]["sinks"] = float(len(self._sinks.active))
         return view

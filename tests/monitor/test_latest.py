@@ -10,7 +10,7 @@ from myxa.core.messages import MetricPoint, Telemetry
 
 def put(latest: Latest, source: str, step: int, wall_s: float, values: dict[str, float], dropped: int = 0) -> None:
     point = MetricPoint(source=source, step=step, wall_s=wall_s, values=values)
-    latest.apply(Telemetry(metrics=(point,), dropped={"spans": dropped}))
+    latest.apply(Telemetry(metrics=(point,), dropped={"spans": dropped}), wall_s)
 
 
 def test_latest_values_per_source_and_merged() -> None:
@@ -24,6 +24,21 @@ def test_latest_values_per_source_and_merged() -> None:
     assert view["metrics"] == {"train/loss": 0.5, "rollout/running": 7}  # the newest step wins over the newest message
     assert view["age_s"] == {"trainer/0": 10.0, "rollout/0": 7.0, "rollout/1": 8.0}
     assert view["monitor"] == {"dropped": 2.0, "refused": 0.0}
+
+
+def test_a_source_s_age_is_by_the_monitor_s_clock_and_not_by_its_own() -> None:
+    latest = Latest()
+    for source, wall_s in (("rollout/0", 1_000.0), ("rollout/1", 9_000.0)):  # clocks that differ by hours
+        point = MetricPoint(source=source, step=1, wall_s=wall_s, values={"rollout/running": 1.0})
+        latest.apply(Telemetry(metrics=(point,)), 50.0)
+    assert latest.snapshot(53.0)["age_s"] == {"rollout/0": 3.0, "rollout/1": 3.0}
+
+
+def test_a_trainer_that_goes_back_to_its_checkpoint_shows_what_it_does_now() -> None:
+    latest = Latest()
+    put(latest, "trainer/0", 50, 100.0, {"train/loss": 0.5})
+    put(latest, "trainer/0", 41, 200.0, {"train/loss": 0.7})
+    assert latest.snapshot(201.0)["metrics"] == {"train/loss": 0.7}
 
 
 def test_time_shares_come_from_cumulative_seconds() -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from myxa.actors.monitor.monitor import Monitor
+from myxa.actors.sinks.jsonl import JsonlSink
 from myxa.actors.telemetry import report_forever, report_once
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.clock import SystemClock
@@ -45,9 +50,9 @@ async def test_what_does_not_get_through_waits_for_the_next_time(mode: str) -> N
     receiver.mode = "up"
     buffer.metric(2, {"train/loss": 2.0})
     assert await report_once(buffer, receiver)
-    assert [(len(b.metrics), len(b.events), b.dropped) for b in receiver.bundles] == [(2, 1, {})]
+    assert [(len(b.metrics), len(b.events), b.dropped) for b in receiver.bundles] == [(1, 1, {}), (1, 0, {})]
     assert await report_once(buffer, receiver)
-    assert len(receiver.bundles) == 1  # nothing to say, nothing sent
+    assert len(receiver.bundles) == 2  # nothing to say, nothing sent
 
 
 async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
@@ -58,9 +63,10 @@ async def test_what_waits_is_bounded_and_what_goes_is_counted() -> None:
         assert not await report_once(buffer, receiver)
     receiver.mode = "up"
     assert await report_once(buffer, receiver)
-    (bundle,) = receiver.bundles
+    first, bundle = receiver.bundles
+    assert [point.step for point in first.metrics] == [0], "it may have arrived, so it stays as it is"
     assert [point.step for point in bundle.metrics] == list(range(15, 25))
-    assert bundle.dropped == {"metrics": 15}
+    assert bundle.dropped == {"metrics": 14}
 
 
 async def test_a_flood_of_one_event_does_not_push_out_what_happened_once_and_its_loss_is_told_by_kind() -> None:
@@ -78,8 +84,7 @@ async def test_a_flood_of_one_event_does_not_push_out_what_happened_once_and_its
     told = [event for bundle in receiver.bundles for event in bundle.events]
     assert [event.kind for event in told if event.kind != "group-dropped"] == once
     assert told[-1].text == "group 999" and len(told) <= 100
-    (dropped,) = [bundle.dropped for bundle in receiver.bundles]
-    assert dropped == {"events group-dropped": 1004 - len(told)}
+    assert [bundle.dropped for bundle in receiver.bundles] == [{}, {"events group-dropped": 1004 - len(told)}]
 
 
 @pytest.mark.parametrize("mode", ["broken", "refuses"])
@@ -134,7 +139,7 @@ async def test_a_hanging_monitor_does_not_hold_a_stopping_actor_up() -> None:
     async with asyncio.timeout(20):
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert len(buffer) == 1
+    assert buffer.unconfirmed is not None and len(buffer.unconfirmed.events) == 1
 
 
 async def test_a_cancelled_report_keeps_what_it_held_for_the_last_words() -> None:
@@ -154,20 +159,35 @@ async def test_a_cancelled_report_keeps_what_it_held_for_the_last_words() -> Non
     assert not any(bundle.dropped for bundle in receiver.bundles)
 
 
-async def test_a_report_under_way_when_the_actor_stops_arrives_once() -> None:
-    buffer, arrived = TelemetryBuffer("trainer/0", SystemClock()), list[Telemetry]()
-    is_there, may_answer = asyncio.Event(), asyncio.Event()
+async def test_a_monitor_that_answers_too_late_takes_each_record_once(tmp_path: Path) -> None:
+    """The actor's time is over, or it stops, when the bundle has arrived and the answer has not."""
+    buffer, monitor, num_sent = TelemetryBuffer("trainer/0", SystemClock()), Monitor(tmp_path, [JsonlSink()]), 0
+    monitor.ctx = cast("Any", None)
+    await monitor.on_start()
 
     async def slow(bundle: Telemetry) -> None:
-        arrived.append(bundle)
-        is_there.set()
-        await may_answer.wait()
+        nonlocal num_sent
+        num_sent += 1
+        await monitor.telemetry(bundle)
+        if num_sent in (1, 4):
+            await asyncio.Event().wait()
 
     buffer.metric(1, {"train/loss": 1.0})
+    assert not await report_once(buffer, slow, timeout_s=0.05)
+    buffer.metric(2, {"train/loss": 0.5})
+    assert await report_once(buffer, slow)
+    buffer.metric(3, {"train/loss": 0.2})
     task = asyncio.create_task(report_forever(buffer, slow, 0.0))
-    await is_there.wait()
+    while num_sent < 4:
+        await asyncio.sleep(0.001)
+    buffer.metric(4, {"train/loss": 0.1})
     task.cancel()
-    asyncio.get_running_loop().call_later(0.05, may_answer.set)
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [point.step for bundle in arrived for point in bundle.metrics] == [1]
+    again = TelemetryBuffer("trainer/0", SystemClock())  # the actor's next incarnation counts from the beginning
+    again.metric(5, {"train/loss": 0.1})
+    assert await report_once(again, slow)
+    await monitor.on_stop("end of the run")
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "train/loss" in line["values"]] == [1, 2, 3, 4, 5]
+    assert num_sent == 7, "one sending more than bundles for each answer that did not come"

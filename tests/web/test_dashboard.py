@@ -297,7 +297,7 @@ def test_metrics_are_told_as_prometheus_reads_them() -> None:
     for source, values in (("trainer/0", {"train/loss": 0.5, "train.loss": 0.25}), (odd, {"lag/max": math.nan})):
         point = MetricPoint(source=source, step=3, wall_s=1.0, values={**values, "time/compute": 2.0})
         event = Event(source="buffer", wall_s=1.0, kind="group-dropped", text="x")
-        latest.apply(Telemetry(metrics=(point,), events=(event,), dropped={"spans": 2}))
+        latest.apply(Telemetry(metrics=(point,), events=(event,), dropped={"spans": 2}), 1.0)
     text = prometheus_text(latest.snapshot(5.0))
     escaped = r'"roll\"out\\\n/1"'
     for line in (
