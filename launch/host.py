@@ -27,6 +27,7 @@ class Gpu:
     num_bytes: int
     """Of the whole device."""
     used_bytes: int = 0
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def look_at_gpus() -> Gpus:
 def _gpu(nvml: Any, number: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(str(nvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used))
+    name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
+    return Gpu(name, int(memory.total), int(memory.used), uuid)
 
 
 def nearest_folder(folder: str) -> Path:
@@ -108,8 +110,18 @@ NUM_TRIES = 100
 
 def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
     """A random port where nothing listens and that the kernel gives to no connection. Raises OSError for none."""
+    with hold_port(family) as holder:
+        return int(holder.getsockname()[1])
+
+
+def hold_port(family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
+    """A socket on such a port, which until it is closed only a server gets that names the port and reuses addresses, as
+    torch's store does. Raises OSError for none."""
     for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
-        with contextlib.suppress(OSError), socket.socket(family) as probe:
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
+        holder = socket.socket(family)
+        with contextlib.suppress(OSError):
+            holder.bind(("", port))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        holder.close()
     raise OSError(errno.EADDRINUSE, "no port is free")

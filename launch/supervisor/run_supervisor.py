@@ -64,7 +64,7 @@ from ..contracts import (
     agent_name,
 )
 from ..first_failure import CAUSE, Failures
-from ..host import quiet_port
+from ..host import hold_port
 from ..run_dir import RunDir
 from ..views.run_view import ActorFacts
 from ..worker_spec import DEFAULT_PROGRAM
@@ -137,8 +137,8 @@ class RunSupervisor(SupervisorContract):
         ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
-        self._rendezvous: dict[str, tuple[int, GangRendezvous]] = {}
-        """Gang -> attempt, rendezvous of that attempt's ranks."""
+        self._rendezvous: dict[str, tuple[int, GangRendezvous, socket.socket]] = {}
+        """Gang -> attempt, rendezvous of that attempt's ranks, and what holds its port."""
 
     async def on_start(self) -> None:
         self.ctx.watch("")
@@ -146,6 +146,10 @@ class RunSupervisor(SupervisorContract):
         reporting = report_forever(self._telemetry, self.ctx.ref(MonitorContract, "monitor").telemetry)
         self.ctx.spawn(reporting, name="telemetry")
         self.ctx.spawn(self._watch_silence(), name="watch silence")
+
+    async def on_stop(self, why: str) -> None:
+        for _, _, holder in self._rendezvous.values():
+            holder.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name in self.actors:
@@ -456,8 +460,8 @@ class RunSupervisor(SupervisorContract):
 
     def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
         """Where the ranks of that attempt meet: on the node of rank 0; None for an actor that is no rank. Ranks on one
-        node use loopback: torch's store does not ask for a key. The port is seen to be free on this node; if it is in
-        use on another one, the gang fails and the next attempt gets another port."""
+        node use loopback: torch's store does not ask for a key. The port is held on this node; if it is in use on
+        another one, the gang fails and the next attempt gets another port."""
         if actor.rank is None:
             return None
         gang = actor.rank.gang
@@ -465,8 +469,11 @@ class RunSupervisor(SupervisorContract):
         if held is None or held[0] != attempt:
             is_near = len(self._gang_nodes[gang]) == 1
             address = LOOPBACK if is_near else self.membership.facts(self._gang_hosts[gang]).address
-            port = quiet_port(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            held = self._rendezvous[gang] = attempt, GangRendezvous(address=address, port=port)
+            if held is not None:
+                held[2].close()
+            holder = hold_port(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            meeting = GangRendezvous(address=address, port=holder.getsockname()[1])
+            held = self._rendezvous[gang] = attempt, meeting, holder
         return held[1]
 
     def _failed_start(self, actor: ActorSpec, attempt: int, reply: StartReply) -> ChildEnd:

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from myxa.actors.torch_store import find_store, host_store
 from myxa.launch import host
-from myxa.launch.host import PORTS, quiet_port
+from myxa.launch.host import PORTS, hold_port, quiet_port
 
 
 def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: pytest.MonkeyPatch):
@@ -21,3 +22,13 @@ def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: 
         taken.listen()
         monkeypatch.setattr(host, "PORTS", [taken.getsockname()[1]] * 200)
         assert quiet_port() not in host.PORTS, "where somebody listens"
+
+
+def test_a_held_port_goes_to_nobody_but_the_store_that_it_is_held_for():
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = host_store("127.0.0.1", port, 1, 5.0)
+        store.set("key", "value")
+        assert find_store("127.0.0.1", port, 1, 5.0).get("key") == b"value"
