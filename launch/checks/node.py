@@ -413,6 +413,24 @@ def devices(run: CheckedRun) -> Iterator[Finding]:
             remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
         )
         yield Finding(key, error, "error" if found.driver else "warning")
+    if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return
+    lent = {entry.strip() for entry in text.split(",")}
+    for role, numbers in {actor.role: actor.visible_devices for actor in run.actors}.items():
+        foreign = [number for number in numbers if not lent & _names_of(number, found)]
+        if foreign:
+            key = f"roles.{role}.devices"
+            error = ConfigError(
+                f"{key} names GPU {', '.join(map(str, foreign))}, and CUDA_VISIBLE_DEVICES = {text!r} leaves them out",
+                remedy="name those GPUs in the run file, which counts as nvidia-smi does, or unset the variable",
+            )
+            yield Finding(key, error)
+
+
+def _names_of(number: int, gpus: Gpus) -> set[str]:
+    """Of a GPU in CUDA_VISIBLE_DEVICES: beginnings of its UUID are names, too."""
+    uuid = gpus.found[number].uuid if number < len(gpus.found) else ""
+    return {str(number), *(uuid[:end] for end in range(len("GPU-") + 1, len(uuid) + 1))}
 
 
 def sinks(run: CheckedRun) -> Iterator[Finding]:

@@ -180,6 +180,23 @@ def test_devices_that_are_not_there() -> None:
     assert found.severity == "warning", "where nothing can be seen, nothing is known"
 
 
+@pytest.mark.parametrize(
+    ("lent", "foreign"),
+    [
+        ("0,1", ""), (" 1 , 0", ""), ("GPU-aa11,GPU-bb22", ""), ("GPU-a,1", ""), ("4,5", "0, 1"), ("1", "0"),
+        ("", "0, 1"), ("-1", "0, 1"), ("NoDevFiles", "0, 1"), ("GPU-bb22", "0"), ("MIG-aa11,GPU-cc", "0, 1"),
+    ],
+)  # fmt: skip
+def test_gpus_that_somebody_else_was_given_are_not_taken(monkeypatch: pytest.MonkeyPatch, lent: str, foreign: str):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", lent)
+    config = run(roles={"trainer": {"devices": "0-1", "count": 2}})
+    there = Gpus((Gpu("H200", 1, uuid="GPU-aa11"), Gpu("H200", 1, uuid="GPU-bb22")), driver="580")
+    said = [str(found.error) for found in devices(CheckedRun(config, place(config, 1), known={gpus: there}))]
+    assert [text.partition(", and CUDA")[0] for text in said] == [f"roles.trainer.devices names GPU {foreign}"] * bool(
+        foreign
+    )
+
+
 # -- SGLang ------------------------------------------------------------------------------------------------------------
 
 
