@@ -25,6 +25,11 @@ _PORT = ("PET_MASTER_PORT",)
 _HOST_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
+def in_url(host: str) -> str:
+    """With the brackets of an IPv6 address."""
+    return f"[{host}]" if ":" in host else host
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Host (name or address) and port; port 0 on node 0 means: any free one."""
@@ -33,7 +38,7 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{in_url(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,11 @@ def find_place(
     nodes, most = _num_nodes(num_nodes, env)
     if nodes < 1:
         raise ConfigError(f"--nnodes is {nodes}", remedy="a run has at least one node")
-    place = rank if rank is not None else _number(_NODE_RANK, env, 0 if nodes == 1 else None, "--node-rank")
+    said_by, place = "--node-rank", rank
+    if place is None:
+        said_by, place = _number(_NODE_RANK, env, 0 if nodes == 1 else None, "--node-rank")
     if not 0 <= place < nodes:
-        raise ConfigError(f"--node-rank {place} is not among {nodes} nodes", remedy=f"ranks are 0 to {nodes - 1}")
+        raise ConfigError(f"{said_by} {place} is not among {nodes} nodes", remedy=f"ranks are 0 to {nodes - 1}")
     if endpoint:
         met = parse_endpoint(endpoint, where="--rdzv")
     else:
@@ -113,31 +120,41 @@ def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> t
         return given, 0
     name = next((name for name in _NUM_NODES if env.get(name)), "")
     if not name:
+        check_is_one(env, remedy="give --nnodes and --node-rank, or unset it")
         return 1, 0
     with raised_as(ConfigError, f"{name}={env[name]!r}", ValueError, remedy="give --nnodes"):
         return parse_num_nodes(env[name])
 
 
-def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> int:
+def check_is_one(env: Mapping[str, str], remedy: str) -> None:
+    """Processes of torchrun, or pods of a job, that each would start a whole run. Raises ConfigError."""
+    if env.get("WORLD_SIZE", "1") not in ("1", "0"):
+        rank, size = env.get("RANK", "unknown"), env["WORLD_SIZE"]
+        what = f"WORLD_SIZE={size} and RANK={rank} are set: {size} processes would start a whole run each"
+        raise ConfigError(what, remedy=remedy)
+
+
+def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> tuple[str, int]:
+    """The variable, and its number."""
     for name in names:
         text = env.get(name, "")
         if text:
             if not text.isdecimal():
                 raise ConfigError(f"{name}={text!r} is not a number", remedy=f"give {flag}")
-            return int(text)
+            return name, int(text)
     if default is None:
         raise ConfigError(f"{flag} is not given", remedy=f"neither is {', '.join(names)} in the environment")
-    return default
+    return flag, default
 
 
 def _scheduled_endpoint(env: Mapping[str, str], num_nodes: int) -> Endpoint:
     for name in _ENDPOINT:
         if env.get(name):
             return parse_endpoint(env[name], where=name)
-    port = _number(_PORT, env, DEFAULT_PORT, "--rdzv")
+    _, port = _number(_PORT, env, DEFAULT_PORT, "--rdzv")
     for name in _ADDRESS:
-        if env.get(name):
-            return Endpoint(env[name], port)
+        if host := env.get(name, "").strip():
+            return parse_endpoint(f"{in_url(host.strip('[]'))}:{port}", where=name)
     for name in _HOST_LIST:
         if env.get(name):
             return Endpoint(LOOPBACK if _is_on_one_host(env) else first_host(env[name]), port)
@@ -153,7 +170,7 @@ def _is_on_one_host(env: Mapping[str, str]) -> bool:
 
 def first_host(host_list: str) -> str:
     """First name of Slurm's notation: `gpu[07-12,15],x1` -> `gpu07`; ConfigError if it is not that notation."""
-    match = re.match(r"([^\s,\[\]]+)(?:\[(\d+)[\d,-]*\])?([^\s,\[\]]*)", host_list.strip())
+    match = re.match(r"([^\s,\[\]]+(\[\d[\d,-]*\])?)+", host_list.strip())
     if match is None:
         raise ConfigError(f"{host_list!r} is no list of hosts", remedy="give --rdzv")
-    return match[1] + (match[2] or "") + match[3]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])

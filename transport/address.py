@@ -100,10 +100,11 @@ def socket_paths(folder: Path) -> tuple[Path, Path]:
 
 
 def interface_towards(endpoint: str) -> str:
+    """Address of this host; an IPv6 one without brackets."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))
+            probe.connect((host.strip("[]"), int(port)))
         except (OSError, ValueError) as error:
             raise LaunchError(f"no way to {endpoint}: {error}", remedy="check the registry's address") from error
         return str(probe.getsockname()[0])

@@ -187,6 +187,7 @@ class Outbox:
         self._pump = Pump(self._monitor, self._watch)
         self._set_timer(self._loop.call_later(TIMEOUTS.wire.reach_s, self._on_late, "its host does not answer"))
         try:
+            self._socket.setsockopt(zmq.IPV6, "[" in self.endpoint)  # once on, names mean IPv6 addresses
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self._on_broken(f"cannot connect: {error}")

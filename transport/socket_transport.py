@@ -113,6 +113,7 @@ class SocketTransport(Transport):
         if key is not None:
             self._watches.append(HandshakeWatch(socket, self.counters, self._note))
         try:
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             remedy = "is the address ours, is it free?"
@@ -307,7 +308,8 @@ def open_transport(
     if key is None and rdzv is not None and rdzv.key_file:
         key = JobKey.load(Path(rdzv.key_file))
     if not listen and key is not None and rdzv is not None and (registry := rdzv.endpoints.tcp[0]):
-        listen = f"{interface_towards(registry)}:0"  # towards a registry on tcp, else nowhere
+        host = interface_towards(registry)  # towards a registry on tcp, else nowhere
+        listen = f"[{host}]:0" if ":" in host else f"{host}:0"
     if listen and key is None:
         raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:

@@ -70,7 +70,10 @@ def _up(options: argparse.Namespace, **place: Any) -> int:
     with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet):
         from ...core.config import load_config
         from ..launcher import launch
+        from ..node_place import check_is_one
 
+        if not place and "TORCHELASTIC_RUN_ID" in os.environ:
+            check_is_one(os.environ, remedy="start it without torchrun: `myxa up` starts all processes of this machine")
         config = load_config(options.file, options.overrides)
     return launch(config, launch_options(options, **place)).exit_code
 

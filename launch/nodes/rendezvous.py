@@ -25,7 +25,7 @@ from ...transport.address import Rendezvous, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
 from ..host import check_port
-from ..node_place import Endpoint, NodePlace, parse_endpoint
+from ..node_place import LOOPBACK, Endpoint, NodePlace, in_url, parse_endpoint
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec
 
@@ -83,21 +83,21 @@ async def host_rendezvous(
     """Node 0: open the registry. Raises LaunchError if the endpoint cannot be listened on."""
     is_alone = place.is_alone
     key_path = None if is_alone else _own_key(job_key or default_job_key())
-    host = "127.0.0.1" if is_alone else _listen_address(place.endpoint)
+    host = LOOPBACK if is_alone else await _listen_address(place.endpoint)
     if place.endpoint is not None:
         check_port("--rdzv", host, place.endpoint.port, "choose another port, or 0 for any free one")
     node = await Node.attach(
         name=agent_name(0),
         run_dir=runtime_dir,
         key=None if key_path is None else JobKey.load(key_path),
-        tcp="" if is_alone else f"{host}:{place.endpoint.port if place.endpoint else 0}",
+        tcp="" if is_alone else f"{in_url(host)}:{place.endpoint.port if place.endpoint else 0}",
     )
     try:
         record = msgspec.structs.replace(node.rendezvous, key_file=str(key_path or ""))
         endpoint = record.endpoints.tcp[0].removeprefix("tcp://")
         if rdzv_file is not None:
             try:
-                write_durably(rdzv_file, f"{endpoint or host}\n".encode())
+                write_durably(rdzv_file, f"{endpoint or in_url(host)}\n".encode())
             except OSError as error:
                 what = f"{rdzv_file} cannot be written: {error.strerror}"
                 raise LaunchError(what, remedy="give another --rdzv-file") from error
@@ -130,7 +130,8 @@ async def join_rendezvous(
 
     async def attach(left_s: float) -> Node:
         """The file may be an earlier run's until node 0 has written its own."""
-        endpoint = place.endpoint or await _read_endpoint(rdzv_file, deadline)
+        met = place.endpoint or await _read_endpoint(rdzv_file, deadline)
+        endpoint = Endpoint(await _address_of(met.host), met.port)
         record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
         timeout_s = min(ATTACH_S, left_s)
         return await Node.attach(name=name, rdzv=record, run_dir=runtime_dir, node_rank=rank, timeout_s=timeout_s)
@@ -178,13 +179,20 @@ def _own_key(path: Path) -> Path:
     return path.absolute()
 
 
-def _listen_address(endpoint: Endpoint | None) -> str:
-    """Address of this host to listen on. A name is resolved here, because libzmq would take it for an interface."""
-    host = endpoint.host if endpoint is not None else socket.gethostname()
+async def _address_of(host: str) -> str:
+    """IPv4 where there is one. Resolved here: libzmq takes names for interfaces, and only IPv6 once that is on."""
     with raised_as(LaunchError, f"--rdzv: {host!r} is unknown here", OSError, remedy="give an IP address"):
-        address = str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    named_loopback = host == "localhost" or host.startswith("127.")
-    if ipaddress.ip_address(address).is_loopback and not named_loopback:
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+
+
+async def _listen_address(endpoint: Endpoint | None) -> str:
+    """Address of this host to listen on, which others are told."""
+    host = endpoint.host if endpoint is not None else socket.gethostname()
+    address = await _address_of(host)
+    number = ipaddress.ip_address(address)
+    is_meant = host in ("localhost", address)
+    if number.is_unspecified or (number.is_loopback and not is_meant):
         raise LaunchError(
             f"--rdzv: {host!r} means {address} on this host, where no other node can reach it",
             remedy="give this host's IP address on the common network",

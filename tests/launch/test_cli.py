@@ -167,3 +167,11 @@ def test_what_lasts_is_said_within_two_seconds_apart_from_the_output(capsys: pyt
 
     assert "counting sheep" in said(2.0)
     assert said(2.0, is_quiet=True) == said(0.1) == ""
+
+
+@pytest.mark.parametrize("verb", ["up", "launch"])
+def test_processes_of_torchrun_start_no_run_each(capsys, monkeypatch, tmp_path: Path, verb: str) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([verb, str(tmp_path / "run.toml")]) == 2
+    assert "8 processes would start a whole run each" in capsys.readouterr().err

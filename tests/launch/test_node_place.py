@@ -15,6 +15,7 @@ from myxa.launch.node_place import (
 )
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-09,12]"}
+TORCH_MASTER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "fd00::7", "PET_MASTER_PORT": "9"}
 TORCH = {"PET_NNODES": "3:5", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "head:1234"}
 
 
@@ -53,6 +54,18 @@ def test_torchruns_variables_win_over_slurms_and_flags_over_both():
     assert find_place(2, 0, "h:9", SLURM | TORCH) == NodePlace(0, 2, Endpoint("h", 9))
 
 
+@pytest.mark.parametrize("address", ["fd00::7", "[fd00::7]"])
+def test_an_address_of_torchruns_may_be_of_ipv6(address: str):
+    place = find_place(None, None, None, TORCH_MASTER | {"PET_MASTER_ADDR": address})
+    assert place == NodePlace(1, 2, Endpoint("fd00::7", 9))
+
+
+def test_ranks_that_another_program_left_do_not_count_where_the_number_of_nodes_is_given():
+    left = {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "x", "NODE_RANK": "1"}
+    assert find_place(1, None, None, left).is_alone
+    assert find_place(None, None, None, left | SLURM) == find_place(None, None, None, SLURM)
+
+
 @pytest.mark.parametrize(("text", "want"), [("1", (1, 0)), ("2:4", (2, 4)), ("3:3", (3, 3))])
 def test_how_many_nodes_there_are_and_may_be(text: str, want: tuple[int, int]):
     assert parse_num_nodes(text) == want
@@ -79,7 +92,15 @@ def test_a_file_may_say_where_node_0_is_met():
 
 @pytest.mark.parametrize(
     ("host_list", "want"),
-    [("gpu[07-12,15],x1", "gpu07"), ("a,b", "a"), ("node-3", "node-3"), ("n[1-2]-ib", "n1-ib"), ("a.b.c", "a.b.c")],
+    [
+        ("gpu[07-12,15],x1", "gpu07"),
+        ("a,b", "a"),
+        ("node-3", "node-3"),
+        ("n[1-2]-ib", "n1-ib"),
+        ("a.b.c", "a.b.c"),
+        ("rack[0-1]n[04-07],x1", "rack0n04"),
+        ("gpu[01-03,07],a1-b2", "gpu01"),
+    ],
 )
 def test_first_hosts(host_list: str, want: str):
     assert first_host(host_list) == want
@@ -95,6 +116,13 @@ def test_first_hosts(host_list: str, want: str):
         ((2, 1, None), {}, "--rdzv is not given"),
         ((2, 1, "h:0"), {}, "port 0"),
         ((None, None, None), {"SLURM_NNODES": "two"}, "SLURM_NNODES='two'"),
+        ((None, None, None), {"SLURM_NNODES": "2", "SLURM_PROCID": "5"}, "SLURM_PROCID 5 is not among 2 nodes"),
+        (
+            (None, None, None),
+            {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "x"},
+            "4 processes would start a whole run",
+        ),
+        ((None, None, None), TORCH_MASTER | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_ADDR: there is no port 99999"),
         ((None, None, None), {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NODELIST": "[]"}, "no list of hosts"),
     ],
 )

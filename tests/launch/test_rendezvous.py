@@ -1,0 +1,47 @@
+"""Where launchers meet: addresses of both kinds, and those that no other node could use."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from myxa.core.errors import LaunchError
+from myxa.launch.node_place import Endpoint, NodePlace
+from myxa.launch.nodes.rendezvous import host_rendezvous, join_rendezvous
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="has no IPv6"))],
+)
+async def test_a_node_joins_by_the_address_that_node_0_has_written(host: str, tmp_path: Path) -> None:
+    key, file = tmp_path / "job.key", tmp_path / "rdzv"
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir(mode=0o700)
+    async with (
+        host_rendezvous(NodePlace(0, 2, Endpoint(host, 0)), tmp_path / "0", key, file) as first,
+        join_rendezvous(NodePlace(1, 2, None), tmp_path / "1", key, file, 20.0) as second,
+    ):
+        assert second.endpoint == file.read_text().strip() == first.endpoint
+        assert second.address == first.address == {"localhost": "127.0.0.1"}.get(host, host)
+        async with asyncio.timeout(10):
+            assert await second.key_for("rollout/0")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "no-such-host.invalid"])
+async def test_node_0_is_met_at_one_address_that_others_can_use(host: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="--rdzv.*IP address"):
+        async with host_rendezvous(NodePlace(0, 2, Endpoint(host, 0)), tmp_path, tmp_path / "job.key", None):
+            pass
