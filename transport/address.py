@@ -31,9 +31,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def at(cls, host_and_port: str, key_file: str = "", curve: str = "") -> Rendezvous:
         """For another host, which knows no more than "host:port" (and `curve`, the job's public key)."""
-        host, _, port = host_and_port.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise LaunchError(f"{host_and_port!r} is no address of a registry", remedy='write "host:port"')
+        host, port = split_address(host_and_port, "of a registry", range(1, 65536))
         endpoints = Endpoints(node_rank=-1, tcp=(f"tcp://{host}:{port}", ""), curve=curve)
         return cls(endpoints=endpoints, key_file=key_file)
 
@@ -47,6 +45,26 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
             raise LaunchError(f"{path} is no rendezvous record: {error}", remedy="is the launcher running?") from error
+
+
+def split_address(text: str, purpose: str, ports: range) -> tuple[str, int]:
+    """Host and port of "host:port"; raises LaunchError."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or int(port) not in ports:
+        raise LaunchError(f"{text!r} is no address {purpose}", remedy='write "host:port"')
+    return host, int(port)
+
+
+EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")
+
+
+def split_listen(text: str) -> tuple[str, int]:
+    """Of an own interface, port 0: any; raises LaunchError. What is listened at is what others are told."""
+    host, port = split_address(text, "to listen at", range(65536))
+    if host in EVERY_INTERFACE:
+        remedy = "give this host's IP address on the common network"
+        raise LaunchError(f"{text}: no other host can connect to {host}, which means every interface", remedy=remedy)
+    return host, port
 
 
 def make_socket_dir(run_dir: Path | None) -> Path:

@@ -40,8 +40,8 @@ class KeyPair:
         return cls(public.decode(), secret.decode())
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """From "public secret" as `text` gives it; raises LaunchError."""
+    def parse(cls, text: str, place: str = "this") -> Self:
+        """From "public secret" as `text` gives it; raises LaunchError naming `place`."""
         parts = text.split()
         try:
             public, secret = parts
@@ -50,7 +50,7 @@ class KeyPair:
             if zmq.curve_public(secret.encode()).decode() != public:
                 raise ValueError("the halves do not belong together")
         except (ValueError, KeyError, zmq.ZMQError) as error:
-            raise LaunchError(f"this is no job key: {error}", remedy='two words of z85: "public secret"') from None
+            raise LaunchError(f"{place} is no job key: {error}", remedy='two words of z85: "public secret"') from None
         return cls(public, secret)
 
     @property
@@ -74,12 +74,12 @@ class JobKey(KeyPair):
         try:
             facts = path.stat()
             text = path.read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             remedy = "copy it from the registry's host"
             raise LaunchError(f"the job key cannot be read: {error}", remedy=remedy) from error
         if stat.S_IMODE(facts.st_mode) & 0o077:
             raise LaunchError(f"{path} can be read by others", remedy=f"chmod 600 {path}")
-        return cls.parse(text)
+        return cls.parse(text, str(path))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from .address import (
     make_private,
     make_socket_dir,
     socket_paths,
+    split_listen,
 )
 from .outbox import Outbox
 from .registry.registry import REGISTRY_KEY
@@ -100,10 +101,10 @@ class SocketTransport(Transport):
         tcp = ("", "")
         curve = ""
         if self.listen and self.keys is not None and self.guard is not None:
-            host, _, port = self.listen.rpartition(":")
+            host, port = split_listen(self.listen)
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
             own, curve = self.keys.own, self.keys.own.public
-            first = self._bind(Lane.CONTROL, f"tcp://{host}:{port if port != '0' else '*'}", own)
+            first = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", own)
             tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
         self.endpoints = Endpoints(node_rank=self.node_rank, ipc=ipc, tcp=tcp, curve=curve)
 

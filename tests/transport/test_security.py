@@ -48,6 +48,12 @@ async def test_without_a_key_nobody_listens_on_tcp():
 async def test_an_address_that_is_not_ours_is_a_clear_error():
     with pytest.raises(LaunchError, match=r"cannot listen at tcp://203\.0\.113\.7"):
         await Node.attach(name="host", tcp="203.0.113.7:0", key=JobKey.generate())
+    for tcp in ("0.0.0.0:0", "*:0"):  # others would be told to connect to themselves
+        with pytest.raises(LaunchError, match="means every interface -- give this host's IP address"):
+            await Node.attach(name="host", tcp=tcp, key=JobKey.generate())
+    for tcp in ("127.0.0.1", ":0", "127.0.0.1:99999", "127.0.0.1:-1"):  # libzmq takes the last two, of another port
+        with pytest.raises(LaunchError, match="is no address to listen at"):
+            await Node.attach(name="host", tcp=tcp, key=JobKey.generate())
 
 
 async def test_sockets_lie_where_only_we_can_go(world):
@@ -136,6 +142,14 @@ def test_the_job_key_is_kept_from_others(tmp_path):
         JobKey.load(path)
     with pytest.raises(LaunchError, match="cannot be read"):
         JobKey.load(tmp_path / "none")
+    for text in ("", "no key", key.text + " x", "\ufeff" + key.text):
+        (path := tmp_path / "bad.key").write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(LaunchError, match=r"bad\.key is no job key"):
+            JobKey.load(path)
+    path.write_bytes(key.text.encode("utf-16"))
+    with pytest.raises(LaunchError, match="cannot be read"):
+        JobKey.load(path)
     other = JobKey.generate()
     for text in ("", "a b", f"{key.public} {other.secret}", key.public):
         with pytest.raises(LaunchError, match="no job key"):
