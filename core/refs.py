@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
@@ -51,8 +52,8 @@ def with_deadline(ref: A, seconds: float) -> A:
     """The same reference with another deadline than the declared ones. An inherited deadline still cuts it."""
     if not isinstance(ref, Ref):
         raise TypeError(f"with_deadline wants a reference, not {type(ref).__name__}")
-    if seconds <= 0:
-        raise ValueError(f"a deadline of {seconds} s is over before the call begins")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a deadline is a number of seconds above 0, and not {seconds}: every wait has an end")
     return cast("A", type(ref)(ref.ref_caller, ref.ref_contract, ref.ref_target, seconds))
 
 

@@ -389,7 +389,8 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
     elif isinstance(error, FileNotFoundError):
-        cause = "there is no such run file -- check the path"
+        remedy = "write --set before each section.key=value" if "=" in place else "check the path"
+        cause = f"there is no such run file -- {remedy}"
     else:
         cause = f"cannot be read: {getattr(error, 'strerror', error)} -- name a readable TOML file"
     return _problem((), cause, KeyOrigin(place, line))

@@ -418,6 +418,8 @@ def test_text_that_is_not_toml(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.toml: there is no such run file -- check the path"):
         load_config(tmp_path / "nope.toml")
+    with pytest.raises(ConfigError, match="no such run file -- write --set before each"):
+        load_config([tmp_path / "nope.toml", "algo.batch_size=8"])
     with pytest.raises(ConfigError, match="cannot be read: Is a directory -- name a readable TOML file"):
         load_config(tmp_path)
     assert failure(tmp_path, b"[run]\nname = '\xff'\n") == "run.toml: is not UTF-8 text (byte 14) -- save it as UTF-8"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import msgspec
@@ -132,8 +133,9 @@ async def test_references_bind_arguments_as_the_method_would():
         with pytest.raises(BadRequest, match=r"role/0\.add"):
             await untyped.add(*args, **kwargs)
     assert not hasattr(ref, "private")
-    with pytest.raises(ValueError, match="over before"):
-        with_deadline(ref, 0)
+    for seconds in (0, -1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="every wait has an end"):
+            with_deadline(ref, seconds)
     with pytest.raises(TypeError, match="wants a reference"):
         with_deadline(Role(), 1)
     assert "role/0" in repr(ref)
