@@ -4,13 +4,14 @@ On CUDA in half precision it runs the flash attention built into torch (`torch.n
 `scaled_dot_product_attention` (SDPA) per sequence: exact, and nothing is spent on padding.
 
 cuDNN's attention, which SDPA prefers on Hopper, is about 1.7 x faster, but it builds a plan for every new shape: 0.06 s
-forward and 0.08 s backward (H200, torch 2.13). Batches of reinforcement learning bring new shapes in every step. So
-`avoid_plans` switches it off, and `shapes_come_again` is for calls of which few shapes exist.
+forward and 0.08 s backward (H200, torch 2.11). Batches of reinforcement learning bring new shapes in every step. So
+`avoid_plans` switches it off, and `with_plans` is for rectangles that `may_have_plan`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ from .torch_backend.tensors import pieces
 
 LARGEST_HEAD = 256
 """Channels of a head that flash attention takes; they must be a multiple of 8."""
+OLDEST_GPU = 8
+"""Compute capability (Ampere) from which on flash attention runs."""
+MAX_PLANS = 16
+"""Shapes that get a plan in the life of a process: 2.3 s of building at most."""
 _ALL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+_planned: set[tuple[int, int]] = set()
+_log = logging.getLogger("myxa.backends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +53,21 @@ class PackedRows:
 
 
 class _FlashKernel:
-    """Torch's flash attention over packed rows, whatever its version. Raises ImportError where torch has none (before
-    2.10). Made once a GPU is there: seconds of Dynamo and sympy are imported."""
+    """Torch's flash attention over packed rows, whatever its version. Several query heads may share a key head in all
+    of them, whether there is an option for it or not."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
+        """Imports seconds of Dynamo and sympy. Raises ImportError where torch has none (before 2.10)."""
         self._call: Callable[..., Tensor] = import_module("torch.nn.attention.varlen").varlen_attn
-        known = inspect.signature(self._call).parameters
-        self._takes_scale = "scale" in known
-        self._options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-        if "enable_gqa" in known:
+        parameters = inspect.signature(self._call).parameters
+        self._takes_scale = "scale" in parameters
+        is_windowed = "window_size" in parameters
+        self._options: dict[str, Any] = {"window_size": (-1, 0)} if is_windowed else {"is_causal": True}
+        if "enable_gqa" in parameters:
             self._options["enable_gqa"] = True
-        self._shares_key_heads = "enable_gqa" in known or self._tries_to_share(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, queries: PackedRows, keys: PackedRows, scale: float) -> Tensor:
         """See `attend`."""
-        repeats = q.shape[1] // k.shape[1]
-        if repeats > 1 and not self._shares_key_heads:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         options = self._options
         if self._takes_scale:
             options = {**options, "scale": scale}
@@ -69,36 +75,23 @@ class _FlashKernel:
             q = q * (scale * q.shape[-1] ** 0.5)
         width = v.shape[-1]
         v = pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v  # one width for all; by 0 it copies
-        whole = (x.contiguous() for x in (q, k, v))
+        inputs = (x.contiguous() for x in (q, k, v))
         longest = max(queries.lengths), max(keys.lengths)
-        return self._call(*whole, queries.bounds, keys.bounds, *longest, **options)[..., :width]
-
-    def _tries_to_share(self, device: torch.device) -> bool:
-        """Whether several query heads may share a key head, as in flash attention itself; else keys are repeated, which
-        costs their memory once more per layer. Older torch does not say."""
-        with torch.enable_grad():
-            waves = torch.arange(16 * 2 * 64, device=device).sin().reshape(16, 2, 64).to(torch.bfloat16)
-            try:
-                results = [self._probe(waves, repeats) for repeats in (1, 2)]
-            except (RuntimeError, ValueError):
-                return False
-        return all(torch.allclose(a.float(), b.float(), atol=2e-2) for a, b in zip(*results, strict=True))
-
-    def _probe(self, waves: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
-        """Output and key gradient of two query heads on one key head, shared or repeated."""
-        query, key = waves.flip(0), waves[:, :1].clone().requires_grad_()
-        both, bounds = key.repeat_interleave(repeats, dim=1), PackedRows.of([5, 11], waves.device).bounds
-        out = self._call(query, both, both, bounds, bounds, 11, 11, **self._options)
-        (grad,) = torch.autograd.grad(out.float().square().sum(), key)
-        return out, grad
+        return self._call(*inputs, queries.bounds, keys.bounds, *longest, **options)[..., :width]
 
 
 @cache
 def _flash_of(device: torch.device) -> _FlashKernel | None:
-    try:
-        return _FlashKernel(device)
-    except (ImportError, AttributeError):
-        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < OLDEST_GPU:
+        reason = f"a GPU of compute capability {major}.{minor} runs no flash attention, which needs {OLDEST_GPU}.0"
+    else:
+        try:
+            return _FlashKernel()
+        except (ImportError, AttributeError):
+            reason = f"torch {torch.__version__} has no flash attention for packed rows, which came with 2.10"
+    _log.warning("rows of unequal lengths are padded, or attended to one by one, which costs time: %s", reason)
+    return None
 
 
 def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> _FlashKernel | None:
@@ -136,6 +129,14 @@ def avoid_plans() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def shapes_come_again() -> AbstractContextManager[None]:
-    """Inside it, SDPA may build plans for shapes: few of them must come."""
+def may_have_plan(num_rows: int, row_len: int) -> bool:
+    """Whether a rectangle of this shape has a plan, or gets one now. The first MAX_PLANS shapes do."""
+    shape = (num_rows, row_len)
+    if len(_planned) < MAX_PLANS:
+        _planned.add(shape)
+    return shape in _planned
+
+
+def with_plans() -> AbstractContextManager[None]:
+    """Inside it, SDPA may build plans for shapes."""
     return cast("AbstractContextManager[None]", sdpa_kernel(_ALL))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -42,16 +43,19 @@ _log = logging.getLogger("myxa.backends")
 
 
 def fused(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor; sizes may change call by call.
-    What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes from
-    that too."""
+    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor of rows; sizes may change call by
+    call. What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes
+    from that too."""
     chosen: list[Callable[P, R]] = []
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not cast(Tensor, args[0]).is_cuda:
+        rows = cast(Tensor, args[0])
+        if not rows.is_cuda or rows.shape[0] < 2:  # Dynamo compiles once more for no row, and for one
             return fn(*args, **kwargs)
         if not chosen:
+            limits: Any = import_module("torch._dynamo.config")
+            limits.recompile_limit = max(limits.recompile_limit, MAX_KINDS)
             chosen.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
         try:
             return chosen[0](*args, **kwargs)
@@ -68,6 +72,8 @@ def fused(fn: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+MAX_KINDS = 32
+"""Of arguments that a function is compiled for: with and without gradients, of frozen and of trained weights, ..."""
 LEAST = -1e4
 """Log-probabilities below this are this: their exponential is 0 either way, and 0 times it is 0."""
 CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 25}

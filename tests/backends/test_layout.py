@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.backends.gang_rank import token_ids
 
+from myxa.actors.backends import packed_attention
 from myxa.actors.backends.torch_backend.layout import Layout, plan_layout
 from myxa.core.samples import TrainSample
 
@@ -88,8 +89,9 @@ def test_each_loss_token_sees_exactly_its_own_context(seed: int, linear_cost: fl
     assert sorted(done) == [i for i, s in enumerate(samples) if s.loss_mask.any()]
 
 
-def test_rows_of_unequal_lengths_are_packed_and_equal_ones_are_a_rectangle() -> None:
+def test_rows_of_unequal_lengths_are_packed_and_equal_ones_are_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rectangle has a faster kernel on some GPUs, which costs much for each new shape."""
+    monkeypatch.setattr(packed_attention, "_planned", set())
     unequal = [sample([1, 2], [3] * length, index=length) for length in (9, 2, 5)]
     layout = plan_layout(unequal, range(3), linear_cost=None, packs_rows=True)
     (block,) = layout.blocks
@@ -101,6 +103,17 @@ def test_rows_of_unequal_lengths_are_packed_and_equal_ones_are_a_rectangle() -> 
     assert [(block.packed, block.num_rows, block.row_len) for block in equal.blocks] == [(None, 3, 10)]
     assert equal.is_in_order
     assert not plan_layout(unequal, range(3), linear_cost=None).is_in_order
+
+
+def test_only_the_first_shapes_of_rectangles_get_a_plan_and_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_attention, "_planned", set())
+    kinds = {}
+    for length in [*range(2, packed_attention.MAX_PLANS + 4)] * 2:
+        samples = [sample([1], [3] * length, index=index) for index in range(3)]
+        (block,) = plan_layout(samples, range(3), linear_cost=None, packs_rows=True).blocks
+        assert kinds.setdefault(length, block.packed is None) == (block.packed is None)
+        assert block.num_slots == 3 * length
+    assert sum(kinds.values()) == packed_attention.MAX_PLANS
 
 
 def test_a_prompt_is_shared_when_products_cost_more_than_attention() -> None:

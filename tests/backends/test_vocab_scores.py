@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,19 @@ def test_slices_joined_are_the_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
     _, scores = vocab_scores._join(facts)
     torch.testing.assert_close(scores, dense(hidden, head, targets, 1.3), rtol=1e-5, atol=1e-5)
+
+
+def test_a_compiled_function_is_made_once_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None and one, too: a rank without samples has such, and a compiler makes each of them a kind of its own."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    doubled = vocab_scores.fused(lambda x: x * 2)
+    for num_rows in (5, 9, 1, 0, 700):
+        assert torch.equal(doubled(torch.ones(num_rows, 3)), torch.full((num_rows, 3), 2.0))
+    assert len(graphs) == 1

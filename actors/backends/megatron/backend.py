@@ -21,6 +21,7 @@ from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import WithoutAdapters
+from ..packed_attention import avoid_plans
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..torch_backend.accounting import (
@@ -176,6 +177,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
     def _device(self) -> torch.device:
         if self._config.device == "cpu":
             return torch.device("cpu")
+        avoid_plans()
         return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
     def _chunks(self, model: ModelConfig, precision: Precision, folder: str) -> list[nn.Module]:

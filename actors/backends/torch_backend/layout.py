@@ -23,9 +23,9 @@ padded rectangle was the fastest of five layouts measured. (Prefix sharing as in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from torch import Tensor
 from ....algos.ratios import Segments
 from ....core.errors import TrainError, raised_as
 from ....core.samples import F32, NO_VERSION, LossPart, Sample, TrainSample, TrainShard, check_sample, joined_kept
-from ..packed_attention import PackedRows
+from ..packed_attention import PackedRows, may_have_plan
 from ..vocab_scores import Temperature
 from .tensors import from_array
 
@@ -170,8 +170,14 @@ def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float | None
     return extra <= alone * (linear_cost + alone / 2)
 
 
-_Row = tuple[int, int, bool]
-"""Of attention: its first packed token, its length, and whether answers share it."""
+class _Row(NamedTuple):
+    """Of attention."""
+
+    start: int
+    """Its first packed token."""
+    length: int
+    is_shared: bool
+    """Whether several answers share it."""
 
 
 class _Packer:
@@ -188,7 +194,7 @@ class _Packer:
         self._targets: list[npt.NDArray[np.int32]] = [np.zeros(0, np.int32)]
         self._columns: list[I64] = []
         self._members: list[int] = []
-        self._bundles: list[_Row] = []
+        self._attended: list[_Row] = []
 
     def add(self, bundle: _Bundle) -> None:
         start = self._num_tokens
@@ -204,7 +210,7 @@ class _Packer:
             self._targets.append(sample.response_ids[columns])
             self._members.append(i)
             self._append(sample.response_ids[: self._lengths[i]], prompt_len, number + 1)
-        self._bundles.append((start, self._num_tokens - start, len(bundle.members) > 1))
+        self._attended.append(_Row(start, self._num_tokens - start, len(bundle.members) > 1))
 
     def _append(self, tokens: npt.NDArray[np.int32], position: int, segment: int) -> None:
         count = len(tokens)
@@ -214,16 +220,16 @@ class _Packer:
         self._num_tokens += count
 
     def layout(self, device: torch.device | str, packs_rows: bool) -> Layout:
-        if not self._bundles:
+        if not self._attended:
             self._append(np.zeros(1, np.int32), 0, 0)
-            self._bundles.append((0, 1, False))
+            self._attended.append(_Row(0, 1, is_shared=False))
         segments_T = np.concatenate(self._segments)
         slots_T = np.empty(self._num_tokens, dtype=np.int64)
         blocks: list[AttentionBlock] = []
         indexes: list[I64] = []
         offset = 0
-        for part in _blocks_of(self._bundles, packs_rows):
-            block, index = _block(part, segments_T, slots_T, offset, packs_rows, device)
+        for rows, is_packed in _blocks_of(self._attended, packs_rows):
+            block, index = _block(rows, is_packed, segments_T, slots_T, offset, device)
             offset += len(index)
             blocks.append(block)
             indexes.append(index)
@@ -252,38 +258,43 @@ class _Packer:
         )
 
 
-def _blocks_of(bundles: Sequence[_Row], packs_rows: bool) -> list[list[_Row]]:
-    """Split rows into blocks: masked and causal ones apart, of similar length unless they are packed."""
-    parts: list[list[_Row]] = []
-    for row in sorted(bundles, key=lambda row: (row[2], 0 if packs_rows and not row[2] else -row[1], row[0])):
-        last = parts[-1] if parts else None
-        is_alike = last is not None and last[0][2] == row[2]
-        if last is not None and is_alike and ((packs_rows and not row[2]) or row[1] >= MIN_FILL * last[0][1]):
-            last.append(row)
-        else:
-            parts.append([row])
-    return parts
+def _blocks_of(rows: Sequence[_Row], packs_rows: bool) -> Iterator[tuple[list[_Row], bool]]:
+    """Rows of each block, and whether they are packed: causal ones if they may be, unless they make a rectangle that
+    has a plan. Others lie with rows of similar length, masked and causal ones apart."""
+    packed = [row for row in rows if packs_rows and not row.is_shared]
+    if packed:
+        lengths = {row.length for row in packed}
+        yield packed, len(packed) == 1 or len(lengths) > 1 or not may_have_plan(len(packed), *lengths)
+    padded = [row for row in rows if row.is_shared or not packs_rows]
+    block: list[_Row] = []
+    for row in sorted(padded, key=lambda row: (row.is_shared, -row.length, row.start)):
+        if block and (row.is_shared != block[0].is_shared or row.length < MIN_FILL * block[0].length):
+            yield block, False
+            block = []
+        block.append(row)
+    if block:
+        yield block, False
 
 
 def _block(
-    part: Sequence[_Row], segments_T: I64, slots_T: I64, offset: int, packs_rows: bool, device: torch.device | str
+    rows: Sequence[_Row], is_packed: bool, segments_T: I64, slots_T: I64, offset: int, device: torch.device | str
 ) -> tuple[AttentionBlock, I64]:
     """(block, index [its slots]); the slots of its tokens, from `offset` on, are written into `slots_T`."""
-    starts = np.asarray([row[0] for row in part])
-    lengths = np.asarray([row[1] for row in part])
-    row_len, is_shared = int(lengths.max()), part[0][2]
+    starts = np.asarray([row.start for row in rows])
+    lengths = np.asarray([row.length for row in rows])
+    row_len = int(lengths.max())
     index_nL = starts[:, None] + np.arange(row_len)
     valid_nL = np.arange(row_len) < lengths[:, None]
-    if packs_rows and not is_shared and (len(part) == 1 or not valid_nL.all()):  # equal ones are packed as they are
+    if is_packed:
         index = index_nL[valid_nL]
         slots_T[index] = offset + np.arange(len(index))
-        return AttentionBlock(len(part), row_len, None, PackedRows.of(lengths.tolist(), device)), index
+        return AttentionBlock(len(rows), row_len, None, PackedRows.of(lengths.tolist(), device)), index
     index_nL[~valid_nL] = 0
     slots_T[index_nL[valid_nL]] = offset + np.flatnonzero(valid_nL)
     mask: Tensor | None = None
-    if is_shared:
+    if rows[0].is_shared:
         mask = _tree_mask(_to_device(np.where(valid_nL, segments_T[index_nL], -1), device))
-    return AttentionBlock(num_rows=len(part), row_len=row_len, mask_nLL=mask), index_nL.reshape(-1)
+    return AttentionBlock(num_rows=len(rows), row_len=row_len, mask_nLL=mask), index_nL.reshape(-1)
 
 
 def _tree_mask(segments_nL: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ....core.errors import TrainError
 from ...models.hf_folder import open_weights
 from ...models.model_config import ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
-from ..packed_attention import attend, shapes_come_again
+from ..packed_attention import attend, with_plans
 from ..vocab_scores import TokenScores, fused, score_tokens
 from .layout import Layout
 from .tensors import from_bytes, recomputed
@@ -169,8 +169,8 @@ class SelfAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask_nLL: Tensor | None) -> Tensor:
         """Attention inside one rectangle: [n, heads, L, head_dim] from k and v [n, kv heads, L, head_dim]."""
-        if mask_nLL is None:  # on CUDA rows of one length: few shapes
-            with shapes_come_again() if q.is_cuda else nullcontext():
+        if mask_nLL is None:  # on CUDA one of few shapes, or in float32
+            with with_plans() if q.is_cuda else nullcontext():
                 return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_groups > 1)
         if q.is_cuda and self.num_groups > 1:
             # CUDA's kernel for masks knows no groups; without this torch would write out all of [n, heads, L, L].
