@@ -89,3 +89,33 @@ def test_a_control_group_tightens_it(tmp_path: Path):
     assert available_bytes(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert available_bytes(tmp_path) > 100 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "controller", "limit", "usage", "cache"),
+    [
+        ("0::/slurm/job_7/step_0", "", "memory.max", "memory.current", "active_file"),
+        (
+            "4:memory:/slurm/job_7/step_0",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_active_file",
+        ),
+    ],
+)
+def test_the_group_of_a_batch_job_tightens_it(
+    line: str, controller: str, limit: str, usage: str, cache: str, tmp_path: Path
+):
+    """Without a container a process sees all groups of the machine, and the limit may be above its own."""
+    (tmp_path / "own").write_text(f"1:name=systemd:/\n{line}\n")
+    job = tmp_path / controller / "slurm" / "job_7"
+    (job / "step_0").mkdir(parents=True)
+    (job / limit).write_text(f"{100 << 20}\n")
+    (job / usage).write_text(f"{80 << 20}\n")
+    (job / "memory.stat").write_text(f"shmem 7\n{cache} {5 << 20}\n")
+    assert available_bytes(tmp_path, tmp_path / "own") == 25 << 20
+    (job / "step_0" / limit).write_text(f"{10 << 20}\n")
+    assert available_bytes(tmp_path, tmp_path / "own") == 10 << 20
+    (tmp_path / "own").write_text(line.replace("job_7", "job_8"))
+    assert available_bytes(tmp_path, tmp_path / "own") > 100 << 20, "another job's limit is not ours"
