@@ -14,7 +14,7 @@ CGROUPS = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
-"""(controller, limit, usage, page cache) of control groups version 2 and 1. The cache counts as usage, and is given back
+"""(controller, limit, usage, page cache) of control groups version 2 and 1. The cache counts as usage; it is given back
 on demand."""
 
 
