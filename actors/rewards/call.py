@@ -118,7 +118,7 @@ async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:
         raise CallFailed(f"raised {raised}{remedy}") from error
     if inspect.iscoroutine(returned):
         returned.close()
-        raise CallFailed("returned a coroutine; declare it with `async def`")
+        raise CallFailed("returned a coroutine; declare it, and what wraps it, with `async def`")
     return judged(returned, len(answers) if reward.takes_group else None)
 
 

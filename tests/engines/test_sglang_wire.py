@@ -11,14 +11,18 @@ import pytest
 from myxa.actors.engines.sglang import wire
 from myxa.actors.engines.sglang.weight_routes import announces
 from myxa.actors.engines.sglang.wire import HeldTokens, TokenSpan, version_number, versions_of
-from myxa.core.errors import EngineError
+from myxa.core.errors import EngineError, RequestRefused
 from myxa.core.messages import EngineUsage
 from myxa.core.samples import NO_VERSION
 
 
-def chunk(ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, **meta: Any):
+def chunk(
+    ids, total=None, *, finish=None, version="4", spans=None, logprobs=None, matched=None, abort=None, **meta: Any
+):
     logprobs = [[-float(i), i, None] for i in ids] if logprobs is None else logprobs
     reason = None if finish is None else {"type": finish, **({} if matched is None else {"matched": matched})}
+    if abort is not None:
+        reason |= dict(zip(("message", "status_code"), abort, strict=True))
     value = {
         "text": "x", "output_ids": ids,
         "meta_info": {
@@ -110,7 +114,7 @@ def test_missing_logprobs_tokens_or_stamps_are_errors(chunks, says):
 @pytest.mark.parametrize(
     "raw",
     [b"", b"[]", b"null", b"{}", b'{"output_ids": []}', b'{"output_ids": [1], "meta_info": {}}', b"\xff\xfe",
-     b'{"output_ids": ["a"], "meta_info": {"completion_tokens": 1}}',
+     b'{"output_ids": ["a"], "meta_info": {"completion_tokens": 1}}', b'{"output_ids": [4294967296], "meta_info": {"completion_tokens": 1}}',
      b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "finish_reason": {"type": "bored"}}}',
      b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "weight_versions": [{"version": 4}]}}',
      b'{"output_ids": [1], "meta_info": {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 2, null]]}}'],
@@ -118,6 +122,28 @@ def test_missing_logprobs_tokens_or_stamps_are_errors(chunks, says):
 def test_what_is_no_chunk_is_an_error_that_shows_it(raw):
     with pytest.raises(EngineError, match="here: not an answer of SGLang"):
         told([b"data: " + raw + b"\n"])
+
+
+@pytest.mark.parametrize(("piece", "kind", "says"), [
+    (b'data: {"error": "out of memory"}\n', EngineError, "here: out of memory"), (b'data: {"error": null}\n', EngineError, "here: None"),
+    (b'data: {"error": {"message": "no", "code": 400}}\n', RequestRefused, "here: no"),
+    (b'data: {"error": {"message": "no", "code": 500}}\n', EngineError, "here: no"),
+    (chunk([], finish="abort", abort=("too long", 400)), RequestRefused, "here: too long"),
+    (chunk([1], finish="abort", abort=("queue is full", 503)), EngineError, "here: queue is full"),
+])  # fmt: skip
+def test_a_request_that_the_server_gives_up_is_refused_in_its_words(piece, kind, says):
+    with pytest.raises(EngineError, match=says) as caught:
+        told([piece])
+    assert type(caught.value) is kind
+
+
+def test_what_came_instead_of_a_stream_is_shown():
+    held = HeldTokens("here", 4)
+    assert not list(held.feed(b"<html>Log in</html>\n")) and "begins with '<html>Log in</html>'" in held.cut_words()
+    assert (
+        not list(held.feed(chunk([1])))
+        and held.cut_words() == "the stream ended after 1 tokens without a finish reason"
+    )
 
 
 def test_spans_give_each_token_its_version():
@@ -148,6 +174,11 @@ def test_what_a_server_says_of_its_cache_and_drafts_is_of_ended_requests():
     assert list(held.feed(chunk([2], finish="stop", **facts)))
     assert held.usage == EngineUsage(
         prompt_tokens=100, cached_tokens=60, drafted_tokens=50, accepted_tokens=30, verified_steps=10, verified_tokens=1
+    )
+    lies = HeldTokens("here", 4)
+    assert (
+        list(lies.feed(chunk([2], finish="stop", prompt_tokens=-5, cached_tokens=1 << 70)))
+        and lies.usage == EngineUsage()
     )
     total = held.usage + EngineUsage(prompt_tokens=300)
     assert total.rates_since(EngineUsage()) == {

@@ -171,7 +171,9 @@ async def test_named_arguments_and_pattern_reach_an_own_function(code: str) -> N
 @pytest.mark.usefixtures("called_here")
 async def test_a_function_that_forgot_to_be_async(code: str) -> None:
     async with rewarder(f"{code}:forgot") as made:
-        assert "returned a coroutine; declare it with `async def`" in await failure(made, answer("x"))
+        assert "returned a coroutine; declare it, and what wraps it, with `async def`" in await failure(
+            made, answer("x")
+        )
     async with rewarder(f"{code}:nested") as made:
         told = await failure(made, answer("x"))
         assert "asyncio.run() cannot be called" in told and "declare it with `async def`, and `await` there" in told

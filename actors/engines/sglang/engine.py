@@ -388,8 +388,7 @@ class SglangEngine:
                     raise
                 if not tokens.finish:
                     raise EngineError(
-                        f"{place}: the stream ended after {tokens.num_tokens} tokens without a finish reason",
-                        remedy="see the server's log; it may have been stopped",
+                        f"{place}: {tokens.cut_words()}", remedy="see the server's log; it may have been stopped"
                     )
         except RequestRefused as err:
             if adapter and await self._served_version() == NO_VERSION:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -37,8 +37,11 @@ DATA = b"data:"
 MAX_LINE_BYTES = 256 << 20
 ABORTED = 499
 """Code of the error by which SGLang ends a request that was aborted before its scheduler had it."""
-MAX_VERSION = (1 << 31) - 1
-"""Tokens are stamped with int32."""
+MAX_INT32 = (1 << 31) - 1
+"""Tokens and their stamps are of that type."""
+REFUSED, BUSY = 400, 503
+"""Codes by which a server says that it gave up a request by itself."""
+MAX_QUOTED = 120
 AT_REST = SamplingParams()
 EMPTY: Mapping[str, Any] = {}
 ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "ignore_eos")
@@ -52,12 +55,13 @@ def version_number(text: object) -> int:
         number = int(str(text))
     except ValueError:
         return NO_VERSION
-    return number if 0 <= number <= MAX_VERSION else NO_VERSION
+    return number if 0 <= number <= MAX_INT32 else NO_VERSION
 
 
 def whole_number(facts: Mapping[str, Any], *names: str) -> int:
-    """The first of these facts that is a whole number, else 0."""
-    return next((value for name in names if isinstance(value := facts.get(name), int)), 0)
+    """The first of these facts that is a number above 0 that int32 holds, else 0."""
+    values = (facts.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and 0 < value <= MAX_INT32), 0)
 
 
 class TokenSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +93,7 @@ class _Reason(msgspec.Struct, frozen=True):
     matched: Any = None
     """Token or stop string that ended it."""
     message: Any = ""
+    status_code: Any = None
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -109,7 +114,7 @@ class _Meta(msgspec.Struct, frozen=True):
 class _Chunk(msgspec.Struct, frozen=True):
     """One object of a stream, with the fields that count."""
 
-    output_ids: list[int]
+    output_ids: list[Annotated[int, msgspec.Meta(ge=-MAX_INT32, le=MAX_INT32)]]
     meta_info: _Meta
 
 
@@ -146,6 +151,7 @@ class HeldTokens:
         """Once it has ended."""
         self.finish, self.why = "", ""
         """How it ended, and what the server said of that."""
+        self._begin = b""
         self.is_over = False
         """It has ended, and the server has booked that: SGLang 0.5.17 does not for what was aborted in its queue, and
         tells no length of its prompt."""
@@ -153,6 +159,13 @@ class HeldTokens:
     @property
     def num_tokens(self) -> int:
         return len(self._ids)
+
+    def cut_words(self) -> str:
+        """Of a stream that ended before its finish reason."""
+        sent = f", it begins with {begin!r}" if (begin := _quoted(self._begin.decode(errors="replace"))) else ""
+        return (
+            f"the stream ended after {self.num_tokens} tokens without a finish reason{'' if self.num_tokens else sent}"
+        )
 
     def feed(self, data: bytes) -> Iterator[Delta]:
         """What can be passed on after these bytes. Raises RequestRefused or EngineError for an error that the server
@@ -170,23 +183,31 @@ class HeldTokens:
                 f"{self.place}: a line of the stream is longer than {MAX_LINE_BYTES} bytes",
                 remedy="lower max_new_tokens, or start the server with incremental streaming output",
             )
+        if len(self._begin) < MAX_QUOTED:
+            self._begin += data[:MAX_QUOTED]
         for line in lines:
             payload = line[len(DATA) :].strip()
             if line.startswith(DATA) and payload != DONE:
                 chunk = self._read(payload)
                 if reason := chunk.meta_info.finish_reason:
+                    if reason.type == "abort" and reason.status_code in (REFUSED, BUSY):
+                        raise self._error(reason.status_code, reason.message)
                     self.finish, self.why = reason.type, str(reason.message)
                     self.is_over = reason.type != "abort" or bool(chunk.meta_info.prompt_tokens)
                 yield chunk
+
+    def _error(self, code: object, message: object) -> EngineError:
+        kind = RequestRefused if code == REFUSED else EngineError
+        return kind(f"{self.place}: {_quoted(str(message))}", remedy="see the server's log")
 
     def _read(self, payload: bytes) -> _Chunk:
         if payload.startswith(b'{"error"'):
             with suppress(msgspec.MsgspecError):
                 error: Any = msgspec.json.decode(payload)["error"]
-                if error.get("code") == ABORTED:
+                fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": error}
+                if fields.get("code") == ABORTED:
                     return _ABORTED_CHUNK
-                kind = RequestRefused if error.get("code") == 400 else EngineError
-                raise kind(f"{self.place}: {error.get('message')}", remedy="see the server's log")
+                raise self._error(fields.get("code"), fields.get("message"))
         try:
             chunk = _chunks.decode(payload)
             pairs = chunk.meta_info.output_token_logprobs or []
@@ -335,7 +356,6 @@ MODEL_FIELDS = ("model_path", "weight_version")
 FACTS_FIELDS = ("model_path", "context_length", "internal_states", "max_running_requests", "max_total_num_tokens")
 FIRST_VERSION = (0, 5)
 """Of SGLang, whose routes these are."""
-MAX_QUOTED = 120
 ATTACH_REMEDY = "mend engine.attach, or start an SGLang server there"
 KEY_REMEDY = "set engine.key_env to the variable that holds the server's --admin-api-key"
 LOSES_EXPERTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
