@@ -7,15 +7,14 @@ engine's turn. Not counted: fragments, workspaces of libraries, activations of a
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ...actors.backends.megatron.layout import ParallelLayout
+import psutil
+
+from ...actors.backends.megatron.layout import ParallelLayout, rank_parameters, stages_of
 from ...actors.models.adapters import num_adapted
 from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
@@ -24,51 +23,12 @@ from ...core.config import RunConfig
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, MyxaError
 from ..actor_spec import ActorSpec
-from ..composition.memory_parts import GRAPH_BYTES, takes_turns
+from ..composition.memory_parts import GRAPH_BYTES, pool_bytes, takes_turns, trainer_plan
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from .check import CheckedRun, looked, warnings
 from .node import gpus
 from .run_arithmetic import longest_answer, num_micro_batches, trainer_layout
-
-# -- how parallelism cuts the model ------------------------------------------------------------------------------------
-#
-# Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices by
-# tp, experts by ep and etp, vectors, routers and gates whole. The first pipeline stage has the embedding and the last
-# one the head; where the first layers have no experts, one between them can be the fullest.
-
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def rank_parameters(
-    model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None
-) -> tuple[int, int]:
-    """Of a rank of the fullest stage: dense parameters (shared over tp, pp, cp), of experts (ep, etp, pp)."""
-    stages, last = stages_of(model, layout, overrides or {}), layout.pp - 1
-    dense, expert = [0] * layout.pp, [0] * layout.pp
-    for name, shape in model.tensor_shapes().items():
-        match, size = LAYER.match(name), math.prod(shape)
-        layer = int(match[1]) if match else -1
-        stage = stages[layer] if 0 <= layer < len(stages) else 0 if name == EMBEDDING else last
-        if ".experts." in name:
-            expert[stage] += size // (layout.ep * layout.etp)
-            continue
-        is_cut = len(shape) == 2 and not name.endswith("gate.weight")
-        dense[stage] += size // layout.tp if is_cut else size
-        if name == EMBEDDING and model.tie_word_embeddings and last:
-            dense[last] += size // layout.tp
-    return max(zip(dense, expert, strict=True), key=sum)
-
-
-def stages_of(model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any]) -> list[int]:
-    """The pipeline rank of each layer; of a layout that does not fit, which is a finding of its own, about that."""
-    try:
-        return layout.stages(model.num_layers, overrides)
-    except ConfigError:
-        each = -(-model.num_layers // layout.pp)
-        return [layer // each for layer in range(model.num_layers)]
-
 
 # -- activations of a step ---------------------------------------------------------------------------------------------
 #
@@ -227,13 +187,13 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     settings, layout, dtype = config.megatron, trainer_layout(config), config.trainer.dtype
     item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout, settings.model)
-    num = dense + expert
-    dp = max(1, world_size // layout.model_size) * layout.cp if settings.distributed_optimizer else 1
-    expert_dp = max(1, world_size // layout.expert_size) if settings.distributed_optimizer else 1
+    num, is_shared = dense + expert, settings.distributed_optimizer
+    dp = layout.replicas(world_size)[0] if is_shared else 1
     state, words = (12, "masters and moments") if item == 2 else (8, "moments")
     adapters = -(-_adapted(config, model) // layout.pp)  # about half of each adapter is on all of its ranks
     trained, of_experts = (adapters, 0) if adapters else (dense, expert)
-    optimizer = int(state * (1.0 - settings.offload_optimizer) * (trained / dp + of_experts / expert_dp))
+    updated = layout.updated_parameters(trained, of_experts, world_size) if is_shared else trained + of_experts
+    optimizer = int(state * (1.0 - settings.offload_optimizer) * updated)
     cut = f" / {dp} replicas" if dp > 1 else ""
     return [
         _of_each("weights", item, num, " ".join(filter(None, (dtype, _frozen(config))))),
@@ -406,12 +366,24 @@ def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]
             for shape, size in zip(shapes, sizes, strict=True)
         ]
         engine = max(servers, key=total)  # of the fullest kind
-    loads = (*_gpu_loads(config, trainers, rollouts, trainer, engine, capacity), *_written_loads(config, model))
+    loads = (
+        *_gpu_loads(config, trainers, rollouts, trainer, engine, capacity),
+        *(_pools(run, model, trainers) if engine and takes_turns(config) else ()), *_written_loads(config, model),
+    )  # fmt: skip
     return loads, tuple(finding for load in loads for finding in _too_full(load))
 
 
 def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
     return run.once(memory)[1]
+
+
+def _pools(run: CheckedRun, model: ModelConfig, trainers: Sequence[ActorSpec]) -> Iterator[DeviceLoad]:
+    """Host memory for what leaves the devices."""
+    each = pool_bytes(run.config, trainer_plan(trainers[0], run.config, model))
+    host_bytes = psutil.virtual_memory().total if run.is_here else None
+    for node, ranks in sorted(Counter(trainer.node for trainer in trainers).items()):
+        how = f"{ranks} rank{'s' if ranks > 1 else ''} x {size_text(each)}, pinned: memory.host_pool_gb"
+        yield DeviceLoad.of(f"node {node}: host memory", "trainer is away", [Part(POOL, ranks * each, how)], host_bytes)
 
 
 def _written_loads(config: RunConfig, model: ModelConfig) -> Iterator[DeviceLoad]:
@@ -503,6 +475,7 @@ def _too_full(load: DeviceLoad) -> Iterator[Finding]:
     yield Finding(key, error, "warning" if load.fits else "error")
 
 
+POOL = "parameters and optimizer"
 _AGAIN = (
     "trainer.max_tokens_per_microbatch",
     "lower it, or set trainer.activation_checkpointing or megatron.recompute",
@@ -510,6 +483,7 @@ _AGAIN = (
 REMEDIES = {
     "activations": _AGAIN,
     "logits": _AGAIN,
+    POOL: ("memory.share", "give trainer and engine their own devices, or take machines with more memory"),
     "kv cache": ("sglang.mem_fraction_static", "lower it, or give trainer and engine their own devices"),
 }
 """Largest part -> the key to turn, and how."""

@@ -142,17 +142,17 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
     )  # fmt: skip
 
 
-def trainer_plan(spec: ActorSpec, config: RunConfig) -> Planned:
-    """Sizes that the rank will hold, by tag."""
+def trainer_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig | None = None) -> Planned:
+    """Sizes that the rank will hold, by tag. `model`: None reads the folder's."""
     from ...actors.models.hf_folder import read_config
 
-    model = read_config(config.model.path, has_mtp=config.megatron.mtp > 0)
+    model = model or read_config(config.model.path, has_mtp=config.megatron.mtp > 0)
     if spec.kind == "megatron":
         from ...actors.backends.megatron.offload import planned as planned_by_megatron
 
         world_size = config.roles.trainer.count * len(shared_nodes(config))
         return planned_by_megatron(
-            model.num_parameters, config.megatron, config.trainer, world_size, has_reference=config.algo.keeps_reference
+            model, config.megatron, config.trainer, world_size, has_reference=config.algo.keeps_reference
         )
     from ...actors.backends.torch_backend.offload import planned
     from ...actors.models.hf_folder import critic_parameters

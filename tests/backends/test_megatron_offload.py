@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.backends.megatron.offload import planned, rebuilds_params
+from myxa.actors.backends.megatron.offload import rebuilds_params
 from myxa.core.config import TrainerConfig
 from myxa.core.config.learning import MegatronSettings
 from myxa.core.device_memory import OPTIMIZER_PARTS
@@ -73,11 +73,3 @@ def test_parameters_are_rebuilt_only_where_there_are_masters() -> None:
     assert rebuilds_params(MegatronSettings(), bf16)
     assert not rebuilds_params(MegatronSettings(distributed_optimizer=False), bf16)
     assert not rebuilds_params(MegatronSettings(), float32)
-
-
-def test_plans_follow_layout_and_precision() -> None:
-    bf16 = TrainerConfig(dtype="bfloat16")
-    sizes = {t: s for t, (s, _) in planned(800, MegatronSettings(tp=2), bf16, 4, has_reference=True).items()}
-    assert sizes == {"params": 800, "grads": 1600, "masters": 800, "optimizer": 1600, "frozen": 800}
-    one = planned(800, MegatronSettings(distributed_optimizer=False), TrainerConfig(), 1, has_reference=False)
-    assert {t: s for t, (s, _) in one.items()} == {"params": 3200, "grads": 3200, "optimizer": 6400}

@@ -13,7 +13,7 @@ from tests.models.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
 from tests.plan.memory_cases import BENCHMARKS, CASES, GLM45_AIR, NOT_BY_TORCH, QWEN3_30B, SHAPES, measured, qwen3, run
 
 from myxa.actors.backends import vocab_scores
-from myxa.actors.backends.megatron.layout import ParallelLayout
+from myxa.actors.backends.megatron.layout import ParallelLayout, rank_parameters
 from myxa.actors.backends.megatron.offload import planned as planned_by_megatron
 from myxa.actors.backends.torch_backend.offload import planned as planned_by_torch
 from myxa.actors.models.model_config import ModelConfig, parse_model_config
@@ -27,7 +27,6 @@ from myxa.launch.checks.memory_estimate import (
     DeviceLoad,
     layer_numbers,
     memory,
-    rank_parameters,
     server_memory,
     slow_transfer,
     token_bytes,
@@ -62,12 +61,25 @@ def test_the_worked_example() -> None:
     assert lasting == pytest.approx(float(found[1]), rel=TOLERANCE)
 
 
+def test_experts_are_planned_for_as_they_are_cut() -> None:
+    """30B with 128 experts a layer on eight ranks: a rank that held all of them would need 61 GB for parameters."""
+    model = QWEN3_30B
+    config = run("megatron", 8, megatron={"ep": 8}, trainer={"dtype": "bfloat16"})
+    plan = planned_by_megatron(model, config.megatron, config.trainer, 8, has_reference=False)
+    num_experts = 48 * 128 * 3 * 2048 * 768
+    dense, experts = model.num_parameters - num_experts, num_experts // 8
+    assert {tag: size for tag, (size, _) in plan.items()} == {
+        "params": 2 * (dense + experts), "grads": 4 * (dense + experts),
+        "masters": 4 * (dense // 8 + experts), "optimizer": 8 * (dense // 8 + experts),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_says_what_the_memory_manager_is_told(dtype: str, ranks: int) -> None:
     model = SHAPES["0.6B"]
     config = run("megatron", ranks, trainer={"dtype": dtype}, algo={"kl_coef": 0.1})
-    told = planned_by_megatron(model.num_parameters, config.megatron, config.trainer, ranks, has_reference=True)
+    told = planned_by_megatron(model, config.megatron, config.trainer, ranks, has_reference=True)
     said = {part.name: part.num_bytes for part in trainer_memory(config, model, ranks)}
     names = {"params": "weights", "grads": "gradients", "optimizer": "optimizer", "frozen": "reference model"}
     sizes = {tag: size for tag, (size, _) in told.items()}
@@ -251,8 +263,19 @@ def test_both_at_once_do_not_fit_where_turns_do() -> None:
     assert loads(at_once, SHAPES["0.6B"], 80) == ({"all the time": False}, ["sglang.mem_fraction_static"])
     in_turns = run("megatron", 1, **TURNS)
     fits, findings = loads(in_turns, SHAPES["0.6B"], 80)
-    assert fits == {"trainer's turn": True, "hand-over": True, "engine's turn": True}
+    assert fits == {"trainer's turn": True, "hand-over": True, "engine's turn": True, "trainer is away": True}
     assert list(findings) == []
+
+
+def test_host_memory_holds_what_left_the_gpus_of_all_ranks() -> None:
+    """14 bytes a parameter, as memory.host_pool_gb says: parameters, masters, moments."""
+    roles = {
+        "trainer": {"kind": "megatron", "devices": "0,1", "count": 2},
+        "rollout": {"kind": "sglang", "devices": "0,1"},
+    }
+    config = run("megatron", 2, **{**TURNS, "roles": roles}, megatron={"tp": 2})
+    (host,) = [load for load in estimate(config, SHAPES["1.7B"], 139)[0] if "host memory" in load.devices]
+    assert host.num_bytes == pytest.approx(14 * SHAPES["1.7B"].num_parameters, rel=0.12)
 
 
 def test_what_does_not_fit_names_the_key_to_turn() -> None:

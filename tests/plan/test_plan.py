@@ -118,7 +118,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
     assert (code, answer["problems"]) == (0, [])
     assert answer["placement"][0]["devices"]["GPU 1"] == ["trainer/1", "rollout/1"]
     phases = {load["phase"]: load for load in answer["memory"]}
-    assert list(phases) == ["trainer's turn", "hand-over", "engine's turn"]
+    assert list(phases) == ["trainer's turn", "hand-over", "engine's turn", "trainer is away"]
     assert all(load["capacity_bytes"] == 80 << 30 and load["fits"] for load in phases.values())
     code, answer = plan(site.write(text), capsys=capsys)
     assert code == 2

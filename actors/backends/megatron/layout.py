@@ -8,6 +8,7 @@ assertions that name its own fields, not the user's keys.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -77,6 +78,16 @@ class ParallelLayout:
                     remedy=f"set roles.trainer.count to a multiple of {size}, or lower one of {keys}",
                 )
         return world_size // self.model_size
+
+    def replicas(self, world_size: int) -> tuple[int, int]:
+        """Ranks that share the optimizer of a dense parameter, and of one of an expert: with a distributed optimizer
+        each holds the state of its part."""
+        return max(1, world_size // self.model_size) * self.cp, max(1, world_size // self.expert_size)
+
+    def updated_parameters(self, dense: int, expert: int, world_size: int) -> float:
+        """Of a rank's parameters, how many a distributed optimizer updates on that rank."""
+        of_dense, of_expert = self.replicas(world_size)
+        return dense / of_dense + expert / of_expert
 
     def dp_rank_of(self, rank: int, world_size: int) -> int:
         """Which replica a rank belongs to: its ranks train the same samples. megatron-core numbers ranks with tensor
@@ -180,3 +191,40 @@ def check_routing(num_experts: int, megatron: MegatronSettings) -> None:
             f'megatron.{key} = "{recompute}" would choose experts a second time, against megatron.routing_replay',
             remedy='set megatron.recompute = "none", or leave routing_replay out',
         )
+
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def rank_parameters(
+    model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None
+) -> tuple[int, int]:
+    """Of a rank of the fullest stage: dense parameters (shared over tp, pp, cp), of experts (ep, etp, pp).
+
+    Counted over the shapes of the model's tensors (`ModelConfig.tensor_shapes`), as Megatron-core cuts them: matrices
+    by tp, experts by ep and etp, vectors, routers and gates whole. The first pipeline stage has the embedding and the
+    last one the head; where the first layers have no experts, one between them can be the fullest."""
+    stages, last = stages_of(model, layout, overrides or {}), layout.pp - 1
+    dense, expert = [0] * layout.pp, [0] * layout.pp
+    for name, shape in model.tensor_shapes().items():
+        match, size = LAYER.match(name), math.prod(shape)
+        layer = int(match[1]) if match else -1
+        stage = stages[layer] if 0 <= layer < len(stages) else 0 if name == EMBEDDING else last
+        if ".experts." in name:
+            expert[stage] += size // (layout.ep * layout.etp)
+            continue
+        is_cut = len(shape) == 2 and not name.endswith("gate.weight")
+        dense[stage] += size // layout.tp if is_cut else size
+        if name == EMBEDDING and model.tie_word_embeddings and last:
+            dense[last] += size // layout.tp
+    return max(zip(dense, expert, strict=True), key=sum)
+
+
+def stages_of(model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str, Any]) -> list[int]:
+    """The pipeline rank of each layer; of a layout that does not fit, which is refused elsewhere, about that."""
+    try:
+        return layout.stages(model.num_layers, overrides)
+    except ConfigError:
+        each = -(-model.num_layers // layout.pp)
+        return [layer // each for layer in range(model.num_layers)]

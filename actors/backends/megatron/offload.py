@@ -22,7 +22,9 @@ from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....core.errors import ConfigError
+from ...models.model_config import ModelConfig
 from ..offload import RankOffload
+from .layout import ParallelLayout, rank_parameters
 
 if TYPE_CHECKING:
     from ....memory.arenas.cuda_memory import CudaMemory
@@ -130,19 +132,20 @@ def rebuilds_params(settings: MegatronSettings, trainer: TrainerConfig) -> bool:
 
 
 def planned(
-    num_parameters: int, settings: MegatronSettings, trainer: TrainerConfig, world_size: int, *, has_reference: bool
+    model: ModelConfig, settings: MegatronSettings, trainer: TrainerConfig, world_size: int, *, has_reference: bool
 ) -> dict[Tag, tuple[int, TagPolicy]]:
-    """About what a rank will hold, experts counted as if they were cut like the rest."""
-    cut = settings.tp * settings.pp
-    local = num_parameters // cut
-    replicas = max(1, world_size // cut) if settings.distributed_optimizer else 1
+    """What a rank of the fullest stage will hold."""
+    layout = ParallelLayout.of(settings)
+    dense, expert = rank_parameters(model, layout, settings.model)
+    num = dense + expert
+    updated = int(layout.updated_parameters(dense, expert, world_size)) if settings.distributed_optimizer else num
     is_bf16 = trainer.dtype == "bfloat16"
     item = 2 if is_bf16 else 4
     plan: dict[Tag, tuple[int, TagPolicy]] = {
-        "params": (item * local, "backup"),
-        "grads": (4 * local, "discard"),
-        "masters": (MASTER_BYTES * local // replicas if is_bf16 else 0, "backup"),
-        "optimizer": (MOMENT_BYTES * local // replicas, "backup"),
-        "frozen": (item * local if has_reference else 0, "backup"),
+        "params": (item * num, "backup"),
+        "grads": (4 * num, "discard"),
+        "masters": (MASTER_BYTES * updated if is_bf16 else 0, "backup"),
+        "optimizer": (MOMENT_BYTES * updated, "backup"),
+        "frozen": (item * num if has_reference else 0, "backup"),
     }
     return {tag: (size, policy) for tag, (size, policy) in plan.items() if size}
