@@ -33,7 +33,7 @@ from .section import (
     TopK,
     UnitFloat,
     check_json,
-    check_name_text,
+    check_path_text,
     check_urls,
     clashes,
     divides,
@@ -78,7 +78,7 @@ def parse_source(text: str) -> Source:
     if text.startswith(HUB):
         HubName.of("dataset", SLICE.sub("", text))
     else:
-        check_name_text(text, "a file, or a data set of the hub")
+        check_path_text(text, "a file, or a data set of the hub")
     match = SLICED.fullmatch(text)
     if (match is None and "@[" in text) or (match is not None and "-" in (match["start"], match["stop"])):
         raise ValueError(FORM)

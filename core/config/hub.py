@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import AfterValidator
 
-from .section import Means, check_name_text
+from .section import Means, check_path_text
 
 HUB, DATASETS = "hf://", "datasets/"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -92,7 +92,7 @@ def hub_text(text: str, kind: Kind, folder: Path) -> str:
 
 def _check_model(text: str) -> str:
     if not text.startswith(HUB):
-        return check_name_text(text, "a folder, or a model of the hub: org/name")
+        return check_path_text(text, "a folder, or a model of the hub: org/name")
     HubName.of("model", text)
     return text
 

@@ -132,21 +132,40 @@ class Means:
     meaning: Meaning
 
 
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHELL_VARIABLE = re.compile(r"(?:^|[/:=])\$[A-Za-z_]|\$[{(]\w")
 
 
-def check_name_text(text: str, choices: str = "a file or folder") -> str:
+def check_name_text(text: str) -> str:
     """Text that the operating system takes as a name; raises ValueError otherwise, and for what a shell replaces."""
     if "\0" in text:
         raise ValueError("must not hold the character NUL")
     if SHELL_VARIABLE.search(text):
         raise ValueError("has a variable of the environment, which is not replaced: write the path, or `~/...`")
-    if "://" in text:
-        raise ValueError(f"is an address: name {choices}")
     return text
 
 
-PathText = Annotated[str, AfterValidator(check_name_text), Means("path")]
+def check_path_text(text: str, choices: str = "a file or folder") -> str:
+    """The same, and no address."""
+    if "://" in text:
+        raise ValueError(f"is an address: name {choices}")
+    return check_name_text(text)
+
+
+def check_env(table: dict[str, str]) -> dict[str, str]:
+    """Variables that a process can be given; raises ValueError otherwise, and for what a shell replaces."""
+    for name, text in table.items():
+        if not ENV_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not a name of an environment variable")
+        if "\0" in text:
+            raise ValueError(f"the value of {name} contains a NUL character")
+        if SHELL_VARIABLE.search(text) or text.startswith("~/"):
+            cause = f"the value of {name} has what a shell replaces, and none does here"
+            raise ValueError(f"{cause}: write the value, or set it where you start the run")
+    return table
+
+
+PathText = Annotated[str, AfterValidator(lambda text: check_path_text(text)), Means("path")]
 CodeName = Annotated[str, AfterValidator(check_name_text), Means("code")]
 ProgramName = Annotated[str, AfterValidator(check_name_text), Means("program")]
 
@@ -155,6 +174,8 @@ CountInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitFloat = Annotated[float, Field(ge=0, le=1)]
+
+EnvTable = Annotated[dict[str, str], AfterValidator(check_env)]
 
 IntTuple = Annotated[tuple[int, ...], Strict(False)]
 """A TOML array of integers; the elements stay strict."""

@@ -136,6 +136,12 @@ MISTAKES: dict[str, str] = {
         for value in ("$HOME/bin:$PATH", "/usr/lib:$LD_LIBRARY_PATH", "~/lib", "${B}", "--dir=$HOME")
     },
     '[roles.trainer]\ndevices = "0"\nenv = {CUDA_VISIBLE_DEVICES = "4"}\n': "7 roles.trainer.env.CUDA_VISIBLE_DEVICES",
+    '[agent]\nenv = {A = "$B"}\n': "6 agent.env ! what a shell replaces",
+    '[environments.a]\nkind = "gym"\nid = "a:B"\nenv = {"A B" = "x"}\n': "8 environments.a.env",
+    **{
+        f'[agent]\ncommand = "{command}"\n': "6 agent.command ! which only a shell understands"
+        for command in ("python a.py --task $MYXA_TASK_FILE", "python ~/a.py", "cd x && python a.py", "a > log")
+    },
     '[roles.trainer]\nenv = {MASTER_PORT = "29500"}\n': "6 roles.trainer.env.MASTER_PORT ! count and nodes",
     "[trainer]\nlr = 0.1\n": "6 trainer.lr ! did you mean critic.lr or optimizer.lr?",
     '[trainer]\ndevices = "0"\n': "6 trainer.devices ! did you mean roles.trainer.devices?",
