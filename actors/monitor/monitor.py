@@ -116,6 +116,7 @@ class Monitor(MonitorContract):
         view = self._latest.snapshot(self.clock.monotonic())
         view["monitor"]["sinks_dropped"] = float(self._sinks.dropped.total())
         view["monitor"]["sinks"] = float(len(self._sinks.active))
+        view["monitor"]["sinks_off"] = float(len(self.sinks) - len(self._sinks.active))
         return view
 
     async def shares(self, window_s: float) -> dict[str, dict[str, float]]:

@@ -4,11 +4,12 @@
     tensorboard = true       # files under tb/, by tensorboard's own event writer; no torch, no TensorFlow
     sinks = ["wandb", "mlflow"]
     [monitor.options.wandb]
-    project = "sorting"
+    project = "sorting"      # without it what WANDB_PROJECT says, else "myxa"; likewise the others
     mode = "offline"         # `wandb sync <run>/wandb/offline-run-*` uploads it later
     [monitor.options.mlflow]
-    experiment = "sorting"
-    tracking_uri = ""        # empty: a file store in the run directory, `mlflow ui --backend-store-uri <run>/mlruns`
+    experiment = "sorting"   # without it what MLFLOW_EXPERIMENT_NAME says, else "myxa"
+    tracking_uri = ""        # empty: what MLFLOW_TRACKING_URI says, else a file store in the run directory:
+                             # `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri <run>/mlruns`
 
 The libraries are imported in `open` only: they are optional and slow to import. They get metrics, and the run file
 without what looks like a secret; trace and events stay in the run directory. After a restart of the monitor the same
@@ -17,6 +18,7 @@ run of W&B or MLflow continues: its id is in the run directory.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -109,7 +111,7 @@ class WandbSink(Tracker):
 
     def __init__(
         self,
-        project: str = "myxa",
+        project: str = "",
         entity: str = "",
         group: str = "",
         tags: tuple[str, ...] | list[str] = (),
@@ -119,7 +121,8 @@ class WandbSink(Tracker):
         super().__init__()
         if mode not in ("", "online", "offline", "disabled"):
             raise ConfigError(f"monitor.options.wandb: mode = {mode!r}", remedy="take online, offline or disabled")
-        self._settings = {"project": project, "entity": entity or None, "group": group or None, "tags": list(tags)}
+        self._project = project
+        self._settings = {"entity": entity or None, "group": group or None, "tags": list(tags) or None}
         self._mode = mode
         self._run: Any = None
 
@@ -136,6 +139,7 @@ class WandbSink(Tracker):
             name=context.run_dir.name,
             dir=str(context.run_dir),
             mode=mode,
+            project=self._project or chosen.project or "myxa",
             settings=settings,
             reinit="create_new",
             **self._settings,
@@ -167,6 +171,10 @@ _MAX_BATCH, _MAX_PARAMS = 1000, 100
 _MAX_VALUE = 500
 """Characters of a parameter that every version of the server takes."""
 _SEND_S = 2.0
+_MAX_WAITING = 100_000
+"""Values that wait for a server that is away."""
+_NO_SERVER = frozenset({"INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED"})
+"""Codes of MLflow's errors for a server that does not answer, or fails."""
 
 
 class MlflowSink(Tracker):
@@ -176,22 +184,29 @@ class MlflowSink(Tracker):
     name = "mlflow"
     _context: SinkContext
 
-    def __init__(self, experiment: str = "myxa", tracking_uri: str = "") -> None:
+    def __init__(self, experiment: str = "", tracking_uri: str = "") -> None:
         super().__init__()
-        if re.search(r"://.*@", tracking_uri):
-            text = "monitor.options.mlflow: tracking_uri holds a user or a password"
-            raise ConfigError(text, remedy="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
-        self._experiment = experiment
-        self._tracking_uri = tracking_uri
+        env = os.environ  # noqa: TID251 -- as every client of MLflow does
+        self._experiment = experiment or env.get("MLFLOW_EXPERIMENT_NAME") or "myxa"
+        self._tracking_uri = tracking_uri or env.get("MLFLOW_TRACKING_URI", "")
+        if re.search(r"://.*@", self._tracking_uri):
+            source = "monitor.options.mlflow: tracking_uri" if tracking_uri else "MLFLOW_TRACKING_URI"
+            raise ConfigError(
+                f"{source} holds a user or a password",
+                remedy="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead",
+            )
         self._client: Any = None
         self._entities: Any = None
         self._run_id = ""
         self._pending: list[Any] = []
         self._sent_s = 0.0
+        self._is_away = False
 
     def begin(self, context: SinkContext) -> None:
         self._context = context
         place = self._tracking_uri or (context.run_dir / "mlruns").resolve().as_uri()
+        if not self._tracking_uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # noqa: TID251 -- newer versions ask for it
         client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
         self._entities = import_module("mlflow.entities")
         note = context.run_dir / "mlflow.run_id"
@@ -218,15 +233,28 @@ class MlflowSink(Tracker):
         self._pending += [self._entities.Metric(name, value, at_ms, step) for name, value in named]
 
     def flush(self) -> None:
-        """At most every two seconds: each batch is a request."""
-        if self._context.clock.monotonic() >= self._sent_s + _SEND_S:
-            self._sent_s = self._context.clock.monotonic()
+        """At most every two seconds: each batch is a request. A server that is away gets them when it is back."""
+        if self._context.clock.monotonic() < self._sent_s + _SEND_S:
+            return
+        self._sent_s = self._context.clock.monotonic()
+        try:
             self._send()
+        except Exception as error:
+            if getattr(error, "error_code", "") not in _NO_SERVER:
+                raise
+            if not self._is_away:
+                self._context.emit("mlflow-away", f"MLflow takes no metrics, they wait: {error}")
+            self._is_away = True
+            del self._pending[:-_MAX_WAITING]
+        else:
+            if self._is_away:
+                self._context.emit("mlflow-back", "MLflow takes metrics again")
+            self._is_away = False
 
     def _send(self) -> None:
-        pending, self._pending = self._pending, []
-        for start in range(0, len(pending), _MAX_BATCH):
-            self._client.log_batch(self._run_id, metrics=pending[start : start + _MAX_BATCH])
+        while self._pending:
+            self._client.log_batch(self._run_id, metrics=self._pending[:_MAX_BATCH])
+            del self._pending[:_MAX_BATCH]
 
     def close(self) -> None:
         if self._client is not None:

@@ -115,8 +115,7 @@ class LiveView:
         if self._live is not None:
             self._live.update(render(view), refresh=True)
             return
-        warns = bool(view.buffer and view.buffer.complaint)
-        key, silent_s = (view.phase, warns, view.version), view.now_wall_s - self._line_s
+        key, silent_s = (view.phase, bool(view.warning), view.version), view.now_wall_s - self._line_s
         is_news = key[:2] != self._line_key[:2] or (key != self._line_key and silent_s >= _LINE_EVERY_S)
         if is_news or silent_s >= _HEARTBEAT_S:
             self._line_key, self._line_s = key, view.now_wall_s

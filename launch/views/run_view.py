@@ -121,6 +121,13 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     def held_back(self) -> str:
         return self.why or judge(self.shares(), Facts(gauges=self.snapshot)).sentence
 
+    @property
+    def warning(self) -> str:
+        """What is wrong and ends nothing."""
+        num_off = int(self.snapshot.get("monitor", {}).get("sinks_off", 0.0))
+        sinks = f"{num_off} of the monitor's sinks are off: `myxa logs monitor` says why" if num_off else ""
+        return clean("; ".join(filter(None, (self.buffer.complaint if self.buffer else "", sinks))))
+
     def rate(self, name: str) -> float | None:
         ages = self.snapshot.get("age_s", {})
         values = {source: self.snapshot[source][name] for source in ages if name in self.snapshot.get(source, {})}
@@ -246,8 +253,8 @@ def notice_text(view: RunView) -> str:
     parts: list[str] = []
     if view.status is not None and view.status.paused:
         parts.append(f"paused: {clean(view.status.paused)}")
-    if view.buffer is not None and view.buffer.complaint:
-        parts.append(clean(view.buffer.complaint))
+    if view.warning:
+        parts.append(view.warning)
     return "; ".join([*parts, *(clean(trouble) for trouble in view.troubles)])
 
 
@@ -260,7 +267,7 @@ def fact_lines(view: RunView) -> list[tuple[str, str]]:
         ("learning", _pairs(view.metrics, _LEARNING)),
         ("lag", lag_text(view)),
         ("speed", "   ".join(speeds)),
-        ("warning", clean(view.buffer.complaint) if view.buffer else ""),
+        ("warning", view.warning),
     ]
     return [(label, text) for label, text in lines if text]
 

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.harness.manual_clock import ManualClock
 from tests.monitor.sink_world import Told, context, point
 
 from myxa.actors.sinks.registry import make_sink
@@ -66,7 +67,8 @@ def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch:
     )  # fmt: skip
     module: Any = ModuleType("wandb")
     module.Settings = lambda **options: options
-    module.setup = lambda: SimpleNamespace(settings=SimpleNamespace(mode="online", model_fields_set=set()))
+    chosen = SimpleNamespace(mode="online", project="of-the-cluster", model_fields_set=set())
+    module.setup = lambda: SimpleNamespace(settings=chosen)
     module.init = lambda **options: begun.append(options) or run
     module.teardown = lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -79,6 +81,9 @@ def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch:
     assert rows[3].items() >= {"rollout.1/running": 7.0, "step": 1}.items(), "at the newest step"
     assert not any("time/compute" in row for row in rows)
     assert told.kinds == ["wandb-opened"] * 2
+    (tmp_path / "other").mkdir()
+    write_twice(tmp_path / "other", "wandb", {})
+    assert (begun[-1]["project"], begun[-1]["tags"]) == ("of-the-cluster", None), "as W&B's own variables say"
 
 
 def with_mlflow(monkeypatch: pytest.MonkeyPatch, client: Library) -> None:
@@ -104,6 +109,53 @@ def test_mlflow_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert losses == [(step, 1 / (step + 1)) for step in range(3)] * 2
     assert {name for name, *_ in metrics} == {"train/loss", "rollout.1/running"}
     assert len(client.of("set_terminated")) == len(told.kinds) == 2
+
+
+def test_mlflow_s_own_variables_count_where_options_are_left_out(tmp_path: Path, monkeypatch) -> None:
+    places: list[str] = []
+    with_mlflow(monkeypatch, client := Library())
+    module: Any = sys.modules["mlflow.tracking"]
+    module.MlflowClient = lambda tracking_uri: places.append(tracking_uri) or client
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
+    write_twice(tmp_path, "mlflow", {})
+    assert (places[0], client.of("get_experiment_by_name")) == ("http://tracker:5000", [(("team",), {})])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@tracker:5000")
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI holds") as caught:
+        make_sink("mlflow", {})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_mlflow_gets_what_happened_while_its_server_was_away(tmp_path: Path, monkeypatch) -> None:
+    class Away(Exception):
+        error_code = "INTERNAL_ERROR"
+
+    with_mlflow(monkeypatch, client := Library())
+    told, clock = Told(), ManualClock()
+    sink: Any = make_sink("mlflow", {})
+    sink.open(replace(context(tmp_path, told), clock=clock))
+    log_batch, is_away = client.log_batch, True
+
+    def send(run_id: str, metrics: list[Any]) -> None:
+        if is_away:
+            raise Away("Max retries exceeded")
+        log_batch(run_id, metrics=metrics)
+
+    client.log_batch = send  # pyright: ignore[reportAttributeAccessIssue]
+    for step in range(5):
+        sink.write(Telemetry(metrics=(point(step, train__loss=float(step)),)))
+        clock.advance(10.0)
+        is_away = step < 3
+        sink.flush()
+    sent = [metric for _, options in client.of("log_batch") for metric in options["metrics"]]
+    assert [step for _, _, _, step in sent] == [0, 1, 2, 3, 4]
+    assert told.kinds == ["mlflow-opened", "mlflow-away", "mlflow-back"]
+    Away.error_code = "UNAUTHENTICATED"
+    is_away = True
+    sink.write(Telemetry(metrics=(point(6, train__loss=0.0),)))
+    clock.advance(10.0)
+    with pytest.raises(Away):
+        sink.flush()
 
 
 def test_mlflow_refuses_an_address_that_holds_a_secret() -> None:

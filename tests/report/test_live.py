@@ -12,7 +12,7 @@ from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import LiveView, final_summary, lasting, render
-from myxa.launch.views.run_view import RunView
+from myxa.launch.views.run_view import RunView, notice_text, plain_line
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
@@ -53,6 +53,12 @@ def drawn(view: RunView, width: int = 120) -> str:
     console, file = screen(width)
     console.print(render(view))
     return file.getvalue()
+
+
+def test_a_sink_that_is_off_is_told() -> None:
+    off = state(snapshot={**SNAPSHOT, "monitor": {"sinks_off": 1.0}})
+    assert "1 of the monitor's sinks are off" in notice_text(off) and "sinks are off" in plain_line(off)
+    assert "sinks" not in notice_text(state()) + plain_line(state())
 
 
 def test_the_table_says_what_is_asked_first() -> None:
