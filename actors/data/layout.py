@@ -189,7 +189,7 @@ class RowLayout:
         tools = parse_tools(_value(columns, self._tools), self._tools.key)
         label = self._label_of(columns)
         if self._rewards is not None:
-            self._rewards.check(metadata, has_label=label is not None)
+            self._rewards.check(metadata, has_label=bool(label and label.strip()))
         return Prompt(
             group_id=0, row=0, pass_index=0, messages=messages, tools=tools, label=label or "", metadata=metadata
         )
@@ -241,8 +241,8 @@ class RowLayout:
             return None
         if self._compares and (lack := _lack(value)):
             raise RowError(
-                f'column "{self._label.key}" is a list {lack}, and the reward compares with it',
-                "list the answers that are accepted",
+                f'column "{self._label.key}" is {lack}, and the reward compares with it',
+                "write the answer, or a list of those that are accepted",
             )
         return value if isinstance(value, str) else _json(value, self._label.key)
 
@@ -407,11 +407,14 @@ def _value(columns: Columns, column: Column) -> Any:
 
 
 def _lack(label: object) -> str:
-    """What is missing in a list of accepted answers."""
+    """What makes a label no answer, or no list of accepted ones: saying nothing would be right."""
     if not isinstance(label, list):
-        return ""
+        return "empty" if isinstance(label, str) and not label.strip() else ""
     answers = cast("list[Any]", label)
-    return "without answers" if not answers else "that holds null" if None in answers else ""
+    if not answers:
+        return "a list without answers"
+    lacks = "null" if None in answers else next(("an empty text" for answer in answers if _lack(answer) == "empty"), "")
+    return lacks and f"a list that holds {lacks}"
 
 
 def _table(message: Message) -> dict[str, Any]:

@@ -248,7 +248,8 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
     (GSM, {}, '"prompt" is missing; the row has answer, question'),
     ({"prompt": "?", "label": None}, OWN, '"label" is null'),
     *(({"prompt": "?", "label": value}, {"reward": {"fn": fn}}, f'"label" is a list {how}')
-      for value, how in (([], "without answers"), (["4", None], "that holds null")) for fn in ("exact", "numeric", "math")),
+      for value, how in (([], "without answers"), (["4", None], "that holds null"), (["4", " "], "that holds an empty text")) for fn in ("exact", "numeric", "math")),
+    *(({"prompt": "?", "label": value}, {"reward": {"fn": "exact"}}, '"label" is empty, and the reward compares') for value in ("", " ")),
     *((f'{{"prompt": "Name the {half} here", "label": "cat"}}', {}, "half a character")
       for half in (r"\ud83d", r"\ude00", r"\ud83d\ud83d")),
     *((row, {}, "comes twice") for row in (

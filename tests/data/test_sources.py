@@ -37,7 +37,7 @@ def prompts(dataset: PromptDataset, count: int) -> list[Prompt]:
 
 def test_each_is_read_by_its_own_keys_and_tells_its_name(tmp_path: Path) -> None:
     math = write(tmp_path, "math", [{"question": "1+1", "answer": "2"}])
-    asked = {"messages": [{"role": "user", "content": "hi"}], "label": "", "metadata": {"data_source": "x"}}
+    asked = {"messages": [{"role": "user", "content": "hi"}], "label": "y", "metadata": {"data_source": "x"}}
     chat = write(tmp_path, "chat", [asked])
     dataset = opened(
         {"math": {"path": math, "system": "count"}, "chat": {"path": chat, "preset": "chat", "weight": 3.0}},
