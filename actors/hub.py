@@ -43,7 +43,7 @@ NO_DATA = re.compile(r"(^|/)(\.[^/]*|dataset_infos?\.json|dataset_dict\.json|sta
 LOOK_BYTES: Final = 256 << 20
 """What `myxa plan` fetches of a name at most, weights or rows; of more it says the size."""
 SHOWN = 12
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 LOOK_EVERY_S: Final = 0.5
 """How often it is said what is done."""
 BLOCK_BYTES: Final = 512
@@ -228,7 +228,7 @@ class _Fetch:
                 self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
                 held = _held_bytes(name)
                 self._words = lambda: (
-                    f"{key}: {max(0, _held_bytes(name) - held) / GIB:.3f} of {missing / GIB:.3f} GiB fetched of {name}"
+                    f"{key}: {max(0, _held_bytes(name) - held) / MIB:.3f} of {missing / MIB:.3f} MiB fetched of {name}"
                 )
             self._snapshot(name, key, patterns)
             self.downloads[-1] = replace(self.downloads[-1], num_bytes=0)
@@ -255,7 +255,11 @@ class _Fetch:
     def _ask(self, name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
         """What `snapshot_download` returns, or what it fails with in words; None for a dry run that cannot be made.
         Once the hub did not answer, the cache alone is asked: each further name would wait as long."""
-        from huggingface_hub import get_session, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub import (
+            constants,
+            get_session,
+            snapshot_download,  # pyright: ignore[reportUnknownVariableType]
+        )
         from huggingface_hub.errors import DryRunError, HfHubHTTPError
         from huggingface_hub.utils import disable_progress_bars
 
@@ -265,6 +269,7 @@ class _Fetch:
         if _in_time not in hooks:
             hooks.append(_in_time)
         disable_progress_bars()  # `doing` says it
+        constants.DOWNLOAD_CHUNK_SIZE = MIB  # is written at once: a slow download is seen to grow
         try:
             return snapshot_download(
                 name.repo, repo_type=name.kind, revision=name.revision or None, allow_patterns=list(patterns),

@@ -111,8 +111,7 @@ class Timeline:
         self._now = now
         self._on_change = on_change
         self._open: dict[int, RolloutSpan] = {}
-        self._stacks: dict[int, list[RolloutSpan]] = {}
-        """Of each sample what is open, the newest last; the sample that began or ended something last is last."""
+        """By number, the newest last: of each sample the last one is what it does."""
         self._turns: dict[int, int] = {}
         self._numbers = itertools.count(-1, -1)
         self._doing: RolloutSpan | None = None
@@ -174,18 +173,17 @@ class Timeline:
         self, generate: Callable[[GenerateRequest], AsyncIterator[Delta]], request: GenerateRequest
     ) -> AsyncIterator[Delta]:
         """The engine's stream, its wait and its generation noted."""
-        number, deltas, stack = next(self._numbers), generate(request), self._stacks.get(request.branch)
-        self._turns[request.branch] = request.turn
-        if stack and stack[-1].kind == "engine":  # it waits for it already
-            stack[-1].turn = request.turn
-        else:
-            self._begin(number, "engine", "", request.branch, self._now())
+        deltas, branch = generate(request), request.branch
+        self._turns[branch] = request.turn
+        if (number := self._awaited(branch)) is None:
+            number = next(self._numbers)
+            self._begin(number, "engine", "", branch, self._now())
         has_begun = False
         try:
             async for delta in deltas:
                 if not has_begun:
                     has_begun = True
-                    self._begin(number, "generate", "", request.branch, self._now())
+                    self._begin(number, "generate", "", branch, self._now())
                 yield delta
         finally:
             close = getattr(deltas, "aclose", None)
@@ -193,53 +191,64 @@ class Timeline:
                 await close()
             self._end(number, self._now())
 
+    def _awaited(self, branch: int) -> int | None:
+        """The wait for the engine with which that sample began, which is its turn's; None: the turn has its own."""
+        for number, span in self._open.items() if len(self._open) == 1 else ():
+            if span.kind == "engine" and span.branch == branch:
+                span.turn = self._turns[branch]
+                return number
+        return None
+
     def _begin(self, number: int, kind: Doing, name: str, branch: int, at_s: float) -> None:
         """In place of what had that number."""
-        stack = self._stacks[branch] = self._stacks.pop(branch, [])
-        if stack:
-            at_s = max(at_s, stack[-1].began_s)
-            self._cut(stack[-1], at_s)
+        if (before := self._newest(branch)) is not None:
+            at_s = max(at_s, before.began_s)
+            self._cut(before, at_s)
         if kind == "engine":
             self._hold_agents(at_s, is_end=False)
-        if (replaced := self._open.pop(number, None)) is not None:
-            self._stacks[replaced.branch].remove(replaced)
-        self._open[number] = one = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
-        stack.append(one)
+        self._open.pop(number, None)
+        self._open[number] = RolloutSpan(kind, name, branch, self._turns.get(branch, 0), at_s)
         self._changed()
 
     def _end(self, number: int, at_s: float) -> None:
-        if (one := self._open.pop(number, None)) is None:
+        if (span := self._open.get(number)) is None:
             return
-        stack = self._stacks[one.branch] = self._stacks.pop(one.branch)
-        if stack[-1] is one:
-            at_s = max(at_s, one.began_s)
-            self._cut(one, at_s)
-            if len(stack) > 1:  # which continues
-                stack[-2].began_s, stack[-2].turn = at_s, self._turns.get(one.branch, 0)
-        stack.remove(one)
-        if one.is_at_engine:
+        is_newest = self._newest(span.branch) is span
+        del self._open[number]
+        if is_newest:
+            at_s = max(at_s, span.began_s)
+            self._cut(span, at_s)
+            if (after := self._newest(span.branch)) is not None:  # which continues
+                after.began_s, after.turn = at_s, self._turns.get(span.branch, 0)
+        if span.is_at_engine:
             self._hold_agents(at_s, is_end=True)
         self._changed()
 
+    def _newest(self, branch: int) -> RolloutSpan | None:
+        for span in reversed(self._open.values()):
+            if span.branch == branch:
+                return span
+        return None
+
     def _hold_agents(self, at_s: float, *, is_end: bool) -> None:
         """What an agent does ends with a turn of any of its samples, and begins behind it."""
-        for one in self._open.values():
-            if one.kind == "agent":
+        for span in self._open.values():
+            if span.kind == "agent":
                 if not is_end:
-                    self._cut(one, at_s)
-                one.began_s, one.turn = max(at_s, one.began_s), self.turn
+                    self._cut(span, at_s)
+                span.began_s, span.turn = max(at_s, span.began_s), self.turn
 
-    def _cut(self, one: RolloutSpan, now_s: float) -> None:
+    def _cut(self, span: RolloutSpan, now_s: float) -> None:
         """What it was doing up to now is one stretch."""
-        began_s, one.began_s = one.began_s, max(now_s, one.began_s)
-        if now_s > began_s and (len(self.stretches) < MAX_STRETCHES or one.kind == "reward"):
-            self.stretches.append(RolloutSpan(one.kind, one.name, one.branch, one.turn, began_s, now_s))
+        began_s, span.began_s = span.began_s, max(now_s, span.began_s)
+        if now_s > began_s and (len(self.stretches) < MAX_STRETCHES or span.kind == "reward"):
+            self.stretches.append(RolloutSpan(span.kind, span.name, span.branch, span.turn, began_s, now_s))
 
     def _changed(self) -> None:
         before, doing = self._doing, None
-        for stack in self._stacks.values():
-            if stack and (doing is None or _RANKS.get(stack[-1].kind, 0) >= _RANKS.get(doing.kind, 0)):
-                doing = stack[-1]
+        for span in {span.branch: span for span in self._open.values()}.values():
+            if doing is None or (_RANKS.get(span.kind, 0), span.began_s) >= (_RANKS.get(doing.kind, 0), doing.began_s):
+                doing = span
         if doing is before:
             return
         if before is None or doing is None or (before.kind, before.name) != (doing.kind, doing.name):

@@ -255,6 +255,14 @@ def test_a_broken_download_keeps_whole_files(hub: Hub, tmp_path: Path) -> None:
     assert not [one for one in hub.asked[before:] if re.match("GET .*/a.safetensors", one)]
 
 
+def test_a_slow_download_is_seen_to_grow(hub: Hub, tmp_path: Path) -> None:
+    """Nodes wait for each other as long as what is said changes."""
+    hub.add("models", "acme/slow", {**CONFIG, "model.safetensors": bytes(4 << 20)}, pause_s=0.01)
+    with Asker(hub, tmp_path / "home") as asker:
+        done = [text for text in asker.fetched(model="hf://acme/slow")["done"] if "MiB fetched of" in text]
+    assert len({*done}) > 2, done
+
+
 def test_a_hub_that_does_not_answer_has_a_deadline(hub: Hub, tmp_path: Path) -> None:
     with Asker(hub, tmp_path / "home", HF_HUB_DOWNLOAD_TIMEOUT="1") as asker:
         hub.is_silent, before = True, len(hub.asked)

@@ -178,16 +178,16 @@ from myxa.core.config import RunConfig, dump_config
 from myxa.core.errors import MyxaError
 for line in sys.stdin:
     call, values = json.loads(line)
-    said = []
+    said, done = [], []
     try:
         config = RunConfig.model_validate(values)
         if call == "fetched":
-            config = hub.fetched(config, say=said.append)
+            config = hub.fetched(config, say=said.append, doing=done.append)
         else:
             config, downloads, findings = hub.looked_up(config)
             said = [[one.key, one.num_bytes] for one in downloads] + [[one.key, str(one.error)] for one in findings]
         paths = hub.cached(config)
-        found = {"train": config.data.train, "model": config.model.path, "said": said,
+        found = {"train": config.data.train, "model": config.model.path, "said": said, "done": done,
                  "paths": [paths.model.path, paths.data.train], "dump": dump_config(config)}
     except (MyxaError, ValueError) as error:
         found = {"error": str(error), "kind": type(error).__name__}

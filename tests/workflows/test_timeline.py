@@ -77,6 +77,17 @@ async def test_an_agents_time_is_what_lies_between_its_turns() -> None:
     assert rollout.moves[-1] == ("engine", "") and rollout.timeline.doing is None
 
 
+async def test_a_built_in_workflow_waits_for_the_engine_once_a_turn() -> None:
+    rollout = Rollout()
+    with rollout.timeline.during("engine"):
+        rollout.clock.advance(5.0)
+        for turn in (1, 2):
+            await rollout.turn(turn)
+        rollout.clock.advance(0.25)  # what the workflow does with the answer
+    assert rollout.told() == [("engine", 1, 6.0), ("generate", 1, 2.0), ("engine", 2, 1.0), ("generate", 2, 2.0)]
+    assert rollout.timeline.doing is None
+
+
 def test_notes_that_come_late_have_the_times_of_their_senders() -> None:
     rollout = Rollout()
     with rollout.timeline.during("workflow"):
