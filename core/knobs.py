@@ -173,7 +173,7 @@ class ChangeRequest(Record, frozen=True, kw_only=True):
     for_steps: Annotated[int, argument("go back by itself after so many steps", flag="", ge=0, le=10_000_000)] = 0
     for_s: Annotated[float, argument("go back by itself after so many seconds", flag="", ge=0, le=30 * 86400.0)] = 0.0
     not_before: Annotated[
-        int, argument("not before boundary number N (training step, version)", "N", flag="--at", ge=0)
+        int, argument("not before boundary number N (training step, version)", "N", flag="--at", ge=0, le=10_000_000)
     ] = 0
     dry_run: Annotated[bool, argument("ask the owners, change nothing")] = False
     force: Annotated[bool, argument("also beyond a guard, such as ten times the file's lr")] = False

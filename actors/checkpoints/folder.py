@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ...core.errors import TornCheckpoint, TrainError, raised_as
 from ...core.files import FileEntry, describe_file, locked_folder, read_regular, sync_folder, write_durably
@@ -116,8 +117,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: int
     model: dict[str, Any]
     """Sizes that weights of another model would not share."""
-    world_size: int
-    num_updates: int
+    world_size: Annotated[int, Meta(ge=1)]
+    num_updates: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     """Optimizer updates since the beginning of the run."""
     files: tuple[FileEntry, ...]
     """backend "torch": one per rank, in their order."""
@@ -152,9 +153,8 @@ class CheckpointInfo:
 
     @property
     def version(self) -> int:
-        """Of the weights; from the folder's name where the manifest lacks it. -1: unknown."""
-        version = self.extra.get("version")
-        return version if isinstance(version, int) else version_in(self.path)
+        """Of the weights. -1: unknown."""
+        return weights_version(self.path, self.extra)
 
     @property
     def writer(self) -> Writer | None:
@@ -169,6 +169,12 @@ def version_in(folder: Path) -> int:
     """The version that a folder's name says; -1 if it says none."""
     number = folder.name.removeprefix(OLD).removeprefix("version_")
     return int(number) if number.isdecimal() else -1
+
+
+def weights_version(folder: Path, extra: Mapping[str, Any]) -> int:
+    """As the manifest's `extra` says, or else the folder's name; -1 if neither does."""
+    version: int = extra.get("version", version_in(folder))
+    return version
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
@@ -221,6 +227,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"checkpoint {folder} has format {manifest.format}, this program reads {FORMAT}",
             remedy="use the version that wrote it",
         )
+    version = manifest.extra.get("version", 0)
+    if type(version) is not int or version < 0:
+        raise _torn(folder, f"{MANIFEST} gives {version!r} as the version of its weights")
     names = [f.name for f in manifest.files]
     if manifest.backend == "torch" and names != [rank_file(r) for r in range(manifest.world_size)]:
         raise _torn(folder, f"{MANIFEST} names other files than those of {manifest.world_size} ranks")
@@ -380,23 +389,23 @@ def is_meant(path: Path) -> bool:
 def put_in_place(fresh: Path, place: Path) -> None:
     """`fresh` becomes `place`; what was there is deleted afterwards. Raises OSError; then one of the two is there."""
     old = old_of(place)
-    if place.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if place.exists() or place.is_symlink():
+        _remove(old)
         place.replace(old)
     fresh.replace(place)
     sync_folder(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
 def take_away(place: Path) -> None:
     """Delete a folder so that no reader finds half of it; what cannot be deleted stays under a hidden name."""
     gone = place.with_name(GONE + place.name)
-    shutil.rmtree(gone, ignore_errors=True)
     try:
+        _remove(gone)
         place.replace(gone)
+        _remove(gone)
     except OSError:
         return
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 GROWING = ".partial-"
@@ -438,7 +447,7 @@ def sweep(holder: Path, own: Writer | None = None) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_file():
+    if path.is_symlink() or path.is_file():  # of a link what it leads to stays
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)

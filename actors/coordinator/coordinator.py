@@ -278,7 +278,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
 
     def _rewound(self) -> None:
         """The trainer returned to an older version; the numbers above it come again with other weights."""
-        self._state.has_stale_engines = self._options.has_engines
+        self._state.has_stale_engines, self._state.eval_version = self._options.has_engines, -1
         self._adoption.rewound()
 
     async def version_made(self, manifest: WeightManifest | None, report: StepReport) -> None:

@@ -26,8 +26,6 @@ class Evaluator:
         self._adopter = adopter
         self._turn = asyncio.Lock()
         self._is_waited_for = False
-        self._known = -1, -1
-        """Lineage and version that were evaluated last, if all answers were of it."""
 
     async def attempt_anew(self) -> EvalResult | None:
         """Evaluate the run's present version, unless that was evaluated last. A failure is reported, not fatal."""
@@ -40,19 +38,14 @@ class Evaluator:
         if self._is_waited_for:
             return None
         self._is_waited_for = True
-        try:
-            await self._turn.acquire()
-        finally:
+        async with self._turn:
             self._is_waited_for = False
-        try:
             return await self._attempt()
-        finally:
-            self._turn.release()
 
     async def _attempt(self) -> EvalResult | None:
         """In its turn: an evaluation that was under way may have been of the same version."""
-        live, present = self._options, (self._adoption.lineage, self._state.known_version)
-        if self._known == present or not live.eval.has_prompts:
+        live = self._options
+        if self._state.eval_version == self._state.known_version or not live.eval.has_prompts:
             return None
         if live.has_engines and not (live.takes_turns or self._adoption.serving):
             return None
@@ -78,7 +71,8 @@ class Evaluator:
         whole = _together(results)
         if not name:
             self._state.eval_reward = whole.mean_reward
-            self._known = lineage, whole.newest_version if whole.oldest_version == whole.newest_version else -1
+            is_of_one = whole.oldest_version == whole.newest_version and lineage == self._adoption.lineage
+            self._state.eval_version = whole.newest_version if is_of_one else -1
             await self._keep()
         if not name and list(results) != [""]:
             self._telemetry.metric(whole.newest_version, {"eval/reward": whole.mean_reward})

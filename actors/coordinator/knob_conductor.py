@@ -231,7 +231,7 @@ class KnobConductor:
             return ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(request)), ()
         not_before = request.not_before if draft.decision.numbered else 0
         at = order.at or max(draft.earliest(roster, self._version()), not_before)
-        remarks = await self._judged(draft, at)
+        remarks = (*await self._judged(draft, at), *self._comes_too_late(draft, at))
         reply = ChangeReply(epoch=0, at=at, moves=draft.moves, warnings=remarks)
         if request.dry_run:
             return reply, ()
@@ -255,6 +255,12 @@ class KnobConductor:
         due = self.decisions.reverts(self._clock.wall())
         back = (f"{n} still goes back {due[n]}: `myxa undo` it, then set it again" for n in request.values if n in due)
         return ("nothing to change: these are the values", *back)
+
+    def _comes_too_late(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
+        """A warning where the run ends before the number that values are for."""
+        last = int(self.newest("num_steps", self.run.options.run.num_steps))
+        last = int(draft.decision.values.get("num_steps") or last)
+        return (f"the run ends with step {last}: it does not come to {at}",) if 0 < last <= at else ()
 
     async def _judged(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
         """What owners say that know more of their values than the run file. Raises ConfigError for a refusal."""

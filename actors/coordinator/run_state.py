@@ -53,6 +53,8 @@ class RunState:
     stop_reason: str = ""
     """Why the leader is to end; empty: it is not."""
     eval_reward: float | None = None
+    eval_version: int = -1
+    """Version that was evaluated last, if all answers were of it and the trainer did not go back since."""
     has_restored: bool = False
     """The knobs of the checkpoint that the run resumed from are among the decisions."""
     past_epoch: int = 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from ...core.errors import MyxaError, TornCheckpoint, TrainError
 from ...core.protocols import TrainBackend
+from ..checkpoints.folder import weights_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,20 @@ def restore(rank: int, finder: StartFinder, backend: TrainBackend) -> tuple[Star
     while True:
         start = shared_start(rank, finder, torn, backend.exchange)
         try:
-            extra = backend.load(start.checkpoint) if start.checkpoint else {"version": 0}
+            extra = _loaded(Path(start.checkpoint), backend) if start.checkpoint else {"version": 0}
         except TornCheckpoint as error:
             torn[start.checkpoint] = error.message
             continue
         if rank == 0:
-            finder.begun(start, int(extra["version"]))
+            finder.begun(start, extra["version"])
         return start, extra
+
+
+def _loaded(folder: Path, backend: TrainBackend) -> dict[str, Any]:
+    extra = backend.load(str(folder))
+    version = weights_version(folder, extra)
+    if version < 0:
+        raise TrainError(
+            f"checkpoint {folder} does not say of which version it is", remedy="name its folder version_N, as it was"
+        )
+    return extra | {"version": version}

@@ -197,6 +197,8 @@ class TrainLoop:
             if self._stop_reason:
                 reason = self._stop_reason
                 break
+        if not reason and version == start_version:
+            reason = f"all {version} steps were done before; to go on, raise run.num_steps = {self._last}"
         await self._finish(version, start_version, reason or f"all {version} steps done")
         self._meter.switch("wait-data", "end of the run")
 

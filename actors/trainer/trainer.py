@@ -110,7 +110,7 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def _restore(self) -> StartPoint:
         start, extra = await self._in_thread(lambda: restore(self.options.rank, self.start, self.backend))
-        self._start, self._version, self._live = start, int(extra["version"]), _live_knobs(extra)
+        self._start, self._version, self._live = start, extra["version"], _live_knobs(extra)
         if self.options.rank == 0:
             for text in start.passed_over:
                 self._telemetry.event("checkpoint-passed-over", text)

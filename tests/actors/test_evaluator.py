@@ -12,7 +12,7 @@ from tests.harness.waiting import until
 
 from myxa.actors.coordinator.evaluator import Evaluator
 from myxa.actors.coordinator.options import CoordinatorOptions
-from myxa.actors.coordinator.run_state import RunContext, RunState
+from myxa.actors.coordinator.run_state import CoordinatorJournal, RunContext, RunState
 from myxa.core.activity import ActivityMeter
 from myxa.core.clock import SystemClock
 from myxa.core.config.data import EvalSetSettings, EvalSettings
@@ -47,15 +47,19 @@ class World:
         self.gate = asyncio.Event()
         self.gate.set()
         self.serving = {"rollout/0": 7}
-        self.options = options = CoordinatorOptions(
+        self.options = CoordinatorOptions(
             has_engines=True, audit_path=Path("a"), journal_path=Path("j"), launch="x",
             eval=EvalSettings(data="held.jsonl", num_prompts=4, num_samples=2, temperature=0.7), eval_sampling=SamplingParams(max_new_tokens=50),
             eval_sets=sets or {"": of_set()},
         )  # fmt: skip
+        self.evaluator = self.with_state(self.state)
+
+    def with_state(self, state: RunState) -> Evaluator:
+        self.state = state
         every: Any = self
         meter = ActivityMeter("c", self.clock)
-        context = RunContext(every, meter, every, options, every)
-        self.evaluator = Evaluator(context, every, every)
+        context = RunContext(every, meter, every, self.options, every)
+        return Evaluator(context, every, every)
 
     async def keep(self) -> None: ...
 
@@ -118,9 +122,19 @@ async def test_at_its_end_a_run_evaluates_its_last_version_unless_all_answers_ar
     for num_asked in (2, 2):  # the first answers were of two versions
         await world.evaluator.attempt_anew()
         assert len(world.asked) == num_asked
-    world.lineage = 1  # the trainer went back, and makes it again
+
+
+async def test_a_coordinator_that_starts_again_at_the_end_does_not_evaluate_once_more(tmp_path: Path) -> None:
+    world = World()
+    world.oldest = 7
     await world.evaluator.attempt_anew()
-    assert len(world.asked) == 3
+    journal = CoordinatorJournal(tmp_path / "journal", "here")
+    journal.state = world.state
+    await journal.keep()
+    later, again = World(), CoordinatorJournal(tmp_path / "journal", "here")
+    assert again.load() == (True, "")
+    assert await later.with_state(again.state).attempt_anew() is None
+    assert not later.asked
 
 
 async def test_a_version_is_evaluated_once_however_many_want_it_at_a_time() -> None:

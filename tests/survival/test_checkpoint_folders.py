@@ -3,6 +3,7 @@ are named with what is wrong with them; what is deleted is never the newest whol
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,23 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, name: str):
     assert "is torn: " in passed[0].problem
     assert ("is missing" in passed[0].problem) is (hurt is remove)
     assert find_checkpoint(tmp_path) == tmp_path / "version_00000020"
+
+
+MISREAD = [("num_updates", -1), ("world_size", 0)] + [("version", value) for value in (None, -3, 6.5, "six", True)]
+
+
+@pytest.mark.parametrize(("name", "value"), MISREAD)
+def test_a_manifest_with_a_number_that_cannot_be_is_torn(tmp_path: Path, name: str, value: Any):
+    for version in (10, 20):
+        make_checkpoint(tmp_path / f"version_{version:08d}", version)
+    path = tmp_path / "version_00000020" / MANIFEST
+    manifest = json.loads(path.read_bytes())
+    manifest["extra" if name == "version" else name] = {name: value} if name == "version" else value
+    path.write_text(json.dumps(manifest))
+    newest, passed = newest_whole(tmp_path)
+    assert newest is not None
+    assert newest.version == 10
+    assert [(info.path.name, f"{name}" in info.problem) for info in passed] == [("version_00000020", True)]
 
 
 # -- one takes another's place -------------------------------------------------------------------------------------
@@ -118,6 +136,24 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
     assert (place / rank_file(0)).read_bytes()[:3] == b"old"
     with pytest.raises(OSError, match="No such file"):
         put_in_place(tmp_path / "nothing", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_one_that_was_moved_to_another_disk_is_replaced_and_deleted_as_any_other(tmp_path: Path, is_purged: bool):
+    """A link is in its place; what it leads to is not ours, and may be gone."""
+    place, elsewhere = tmp_path / "checkpoints" / "version_00000007", tmp_path / "elsewhere"
+    make_checkpoint(place, 7, fill=b"old").replace(elsewhere)
+    place.symlink_to(elsewhere)
+    if is_purged:
+        elsewhere.rename(tmp_path / "gone")
+    make_checkpoint(place, 7, fill=b"new")
+    assert not place.is_symlink()
+    assert (place / rank_file(0)).read_bytes()[:3] == b"new"
+    place.replace(tmp_path / "newer")
+    place.symlink_to(tmp_path / "newer")
+    make_checkpoint(place.with_name("version_00000008"), 8)
+    assert pruned(place.parent, 8, keep_last=1) == [8], "and no hidden link stays"
+    assert (tmp_path / "newer" / MANIFEST).is_file()
 
 
 # -- which stay ----------------------------------------------------------------------------------------------------

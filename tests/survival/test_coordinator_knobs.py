@@ -13,6 +13,7 @@ from tests.harness.waiting import until
 from tests.knobs.coordinator_room import Room, Trainer, open_room
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
+from myxa.core.config.run import RunSettings
 from myxa.core.errors import CallError
 from myxa.core.knobs import ChangeReply, Operator
 
@@ -72,6 +73,16 @@ async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tm
         await _changes_for_a_time_end_although_their_coordinator_is_gone(room)
         await _a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_was_killed(room)
         _check_chain(room)
+
+
+async def test_a_change_for_a_step_that_the_run_does_not_come_to_is_made_with_a_warning(tmp_path: Path) -> None:
+    async with open_room(tmp_path) as room:
+        assert room.coordinator is not None
+        room.coordinator._options.run = RunSettings(name="room", num_steps=5000)
+        last = await room.change(lr=2e-3, not_before=4999, dry_run=True)
+        assert (last.at, last.warnings) == (4999, ())
+        late = await room.change(lr=2e-3, not_before=5000)
+        assert (late.epoch, late.warnings) == (1, ("the run ends with step 5000: it does not come to 5000",))
 
 
 async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Room) -> None:

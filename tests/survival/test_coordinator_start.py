@@ -117,6 +117,17 @@ async def test_a_stop_reaches_a_leader_that_was_setting_up(tmp_path: Path) -> No
         assert coordinator._state.phase == "running", "until the leader has ended"
 
 
+async def test_a_version_that_the_trainer_makes_again_counts_as_not_evaluated(tmp_path: Path) -> None:
+    async with place(tmp_path) as (_, coordinator, leader, ref):
+        await ref.trainer_ready(7, None, {})
+        await until(lambda: leader.starts == [7], "the begin")
+        coordinator._state.eval_version = 7
+        await ref.trainer_ready(7, None, {}, None, True)
+        assert coordinator._state.eval_version == 7
+        await ref.trainer_ready(6, None, {})
+        assert coordinator._state.eval_version == -1
+
+
 async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines_get_weights_of(tmp_path: Path) -> None:
     async with place(tmp_path, has_engines=True) as (_, coordinator, _, ref):
         await ref.trainer_ready(5, manifest(5), {})

@@ -120,6 +120,16 @@ def versions_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("version_")) for path in folder.iterdir())
 
 
+def test_a_manifest_without_a_version_leaves_it_to_the_folders_name(tmp_path: Path):
+    ranks = Ranks(lambda *_: {"knobs": 1})
+    found = ranks.restore(FixedStart(str(tmp_path / "version_00000007")))
+    assert [extra for _, extra in found] == [{"knobs": 1, "version": 7}] * NUM_RANKS
+    for error in ranks.restore(FixedStart(str(tmp_path / "best"))):
+        assert str(error) == (
+            f"checkpoint {tmp_path}/best does not say of which version it is -- name its folder version_N, as it was"
+        )
+
+
 @pytest.mark.parametrize("who", range(NUM_RANKS))
 def test_what_one_rank_finds_torn_all_pass_over_and_nobody_finds_again(tmp_path: Path, who: int):
     """A moment's trouble of one disk: the gang goes back to 2; when it starts again, 3 would be read without trouble,
