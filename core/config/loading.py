@@ -179,7 +179,7 @@ class _Layers:
         try:
             text = file.read_bytes().decode("utf-8-sig") if text is None else text
             table = tomllib.loads(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.problems.append(_unreadable(file, text or "", error))
             self.is_whole = False
             return
@@ -348,8 +348,11 @@ def _meant(path: KeyPath) -> str:
     known, key = keys_of(find(RunConfig, path)[0]), path[-1]
     places = [place for place, _ in walk(RunConfig) if place[-1] == key and len(place) > 1 and ANY_NAME not in place]
     places = [place for place in places if place[-2:] == path[-2:]] or places
-    if places and len(places) <= 3 and nearest(key, known) is None:
-        return f"did you mean {' or '.join(map('.'.join, places))}?"
+    if nearest(key, known) is None and len(path) > 1:
+        if key in RunConfig.model_fields:
+            return f"did you mean the table [{key}]?"
+        if 0 < len(places) <= 3:
+            return f"there is {' and '.join(map('.'.join, places))}"
     return suggest(key, known)
 
 

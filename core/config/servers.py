@@ -111,7 +111,7 @@ def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator
             yield Conflict(f"{place}.{key}", f"is myxa's own; {OWNED[key]}")
         elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
             yield Conflict(f"{place}.{key}", f"is nothing that a run can do: {why}")
-        elif key in SIZES and not isinstance(value, int):
+        elif key in SIZES and (type(value) is not int or value < 0):
             yield Conflict(f"{place}.{key}", f"must be a whole number, is {value!r:.40}: GPUs are counted by it")
         elif not _is_argument(value):
             yield Conflict(f"{place}.{key}", "must be text, a number, a boolean, or an array or table of those")

@@ -46,7 +46,7 @@ MISTAKES: dict[str, str] = {
     "[optimizer]\nlr = nan\n": "6 optimizer.lr ! must be a finite number",
     "shuffle = 1\n": "5 data.shuffle",
     "system = 3\n": "5 data.system",
-    "algo = 3\n": "5 data.algo",
+    "algo = 3\n": "5 data.algo ! did you mean the table [algo]?",
     "[rollout]\nstop_token_ids = 3\n": "6 rollout.stop_token_ids",
     "[rollout]\nstop_token_ids = [\n  1,\n  '2',\n]\ntop_p = 0.5\n": "6 rollout.stop_token_ids",
     "[reward]\nargs = 3\n": "6 reward.args",
@@ -64,7 +64,10 @@ MISTAKES: dict[str, str] = {
         f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[rollout]\n{line}\n[sglang]\nspeculative_algorithm = "NGRAM"\n': f"9 rollout.{line.split()[0]} ! sglang.speculative_algorithm"
         for line in ("min_p = 0.1", "min_new_tokens = 3", "repetition_penalty = 1.1", "presence_penalty = 0.5")
     },
-    '[roles.rollout]\nkind = "sglang"\n[sglang]\ntp_size = "2"\n': "8 sglang.tp_size ! whole number",
+    **{
+        f'[roles.rollout]\nkind = "sglang"\n[sglang]\ntp_size = {size}\n': "8 sglang.tp_size ! whole number"
+        for size in ('"2"', "-2", "true", "2.0")
+    },
     '[roles.rollout]\nkind = "sglang"\n[sglang]\nspeculative_algorithm = "NGRAM"\n': "8 sglang.speculative_algorithm ! GPU",
     **{
         f'[roles.rollout]\nkind = "sglang"\ndevices = "0"\n[sglang]\nspeculative_algorithm = {value}\n': said
@@ -143,8 +146,8 @@ MISTAKES: dict[str, str] = {
         for command in ("python a.py --task $MYXA_TASK_FILE", "python ~/a.py", "cd x && python a.py", "a > log")
     },
     '[roles.trainer]\nenv = {MASTER_PORT = "29500"}\n': "6 roles.trainer.env.MASTER_PORT ! count and nodes",
-    "[trainer]\nlr = 0.1\n": "6 trainer.lr ! did you mean critic.lr or optimizer.lr?",
-    '[trainer]\ndevices = "0"\n': "6 trainer.devices ! did you mean roles.trainer.devices?",
+    "[trainer]\nlr = 0.1\n": "6 trainer.lr ! there is critic.lr and optimizer.lr",
+    '[trainer]\ndevices = "0"\n': "6 trainer.devices ! there is roles.trainer.devices",
     '[algo]\n"b\u0430tch_size" = 8\n': '6 algo."b\u0430tch_size" ! (it has U+0430, CYRILLIC SMALL LETTER A)',
     '[algo]\nkind = "ppo\u200b"\n': '6 algo.kind ! (it has U+200B, ZERO WIDTH SPACE); did you mean "ppo"?',
     "[algo]\nbatch_size = 1e3\n": "6 algo.batch_size ! without a point or an exponent",
@@ -429,6 +432,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: Is a directory -- name a readable TOML file"):
         load_config(tmp_path)
     assert failure(tmp_path, b"[run]\nname = '\xff'\n") == "run.toml: is not UTF-8 text (byte 14) -- save it as UTF-8"
+    assert "cannot be read: maximum recursion depth" in failure(tmp_path, f"x = {'[' * 10_000}")
     with pytest.raises(ConfigError, match="no run file was given"):
         load_config([])
 
