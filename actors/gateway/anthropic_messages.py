@@ -36,7 +36,9 @@ _TYPES = {
 def anthropic_fault(fault: RequestFault) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
     text = fault.text if fault.text.startswith(fault.param or "") else f"{fault.param}: {fault.text}"
-    return {"type": "error", "error": {"type": _TYPES.get(fault.kind, "invalid_request_error"), "message": text}}
+    details = {"details": {"error_code": fault.code}} if fault.code else {}
+    kind = _TYPES.get(fault.kind, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": text, **details}}
 
 
 class Block(msgspec.Struct):
@@ -86,7 +88,11 @@ class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    thread: dict[str, Any] | None = None
     # without effect on what is drawn
+    diagnostics: Any = None
+    inference_geo: Any = None
+    speed: Any = None
     metadata: Any = None
     thinking: Any = None
     service_tier: Any = None
@@ -144,6 +150,9 @@ class AnthropicMessage(Exchange):
         if choice not in ("auto", "none"):
             words = "must be auto or none: a call that is forced is none of the model's own"
             raise RequestFault("invalid", words, param="tool_choice")
+        if body.thread is not None:  # the SDK's tool runner then sends its request again without one
+            words = "no thread is kept here: send all messages with each request"
+            raise RequestFault("invalid", words, param="thread", code="thread_unsupported_request")
         if (body.output_config or {}).get("format"):
             raise RequestFault("invalid", "must be left out: no grammar is applied", param="output_config.format")
         for number, tool in enumerate(body.tools or ()):

@@ -49,12 +49,13 @@ FaultKind = Literal["invalid", "auth", "not-found", "too-large", "too-long", "bu
 class RequestFault(Exception):
     """A request is not answered; each dialect has its own form for that."""
 
-    def __init__(self, kind: FaultKind, text: str, *, param: str | None = None) -> None:
-        """`param`: the field that is wrong."""
+    def __init__(self, kind: FaultKind, text: str, *, param: str | None = None, code: str = "") -> None:
+        """`param`: the field that is wrong. `code`: a dialect's own, which its clients react to."""
         super().__init__(text)
         self.kind: FaultKind = kind
         self.text = text
         self.param = param
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,8 @@ class Episode:
         context_length = model.context_length
         if len(self._prompt_ids) >= context_length:
             raise PromptTooLong(
-                f"prompt of row {prompt.row} in {prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
+                f"{'prompt' if of is None else 'a conversation of the rollout'} of row {prompt.row} in "
+                f"{prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
                 f"the engine's context is {context_length}",
                 remedy="shorten or filter the row, or raise engine.context_length",
             )

@@ -302,6 +302,21 @@ async def test_anthropic(door: Door) -> None:
     assert door.num_samples() == 1
 
 
+async def test_anthropics_tool_runner(door: Door) -> None:
+    """It asks for a thread first, which no gateway keeps."""
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """Of a city."""
+        return f"7 in {city}"
+
+    runner = door.anthropic.beta.messages.tool_runner(model="any", max_tokens=500, tools=[weather], messages=ASKS)
+    said = await runner.until_done()
+    assert [one.text for one in said.content if one.type == "text"] == [TOLD]
+    assert "7 in Bern" in door.says.tokenizer.decode(door.says.prompts[-1], skip_special=False)
+    assert door.num_samples() == 1
+
+
 async def test_anthropic_streams_thoughts_and_calls(door: Door) -> None:
     async with door.anthropic.messages.stream(model="any", max_tokens=500, messages=HELLO) as stream:
         kinds = [event.type async for event in stream]
