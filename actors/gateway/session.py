@@ -275,6 +275,10 @@ class AgentSession:
         question gives the interpreter away to the engine's thread."""
         return f"{self._name}{next(self._numbers):08x}"
 
+    def _new_call_id(self) -> str:
+        """Mistral's templates take nine letters and no other ids."""
+        return f"{next(self._numbers):09x}" if self._form == "mistral" else f"call_{self.new_id()}"
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=False)
 
@@ -413,7 +417,7 @@ class AgentSession:
         form: ToolForm | None = self._form if asked.may_call and asked.tools else None
         read_text = partial(
             read_turn, form=form, begins_inside=begins_in_thought(self._tokenizer, episode.token_ids),
-            texts=_texts(asked.tools) if form == "glm" else (),
+            texts=text_parameters(asked.tools),
         )  # fmt: skip
         num_prompt = episode.num_tokens
 
@@ -455,7 +459,7 @@ class AgentSession:
             token_ids=turn.token_ids,
             logprobs=tuple(drawn.logprobs.tolist()),
             versions=(int(drawn.versions.min(initial=2**31 - 1)), int(drawn.versions.max(initial=-1))),
-            call_ids=tuple(f"call_{self.new_id()}" for _ in read.calls),
+            call_ids=tuple(call.id or self._new_call_id() for call in read.calls),
             stop=stop,
         )
 
@@ -553,17 +557,37 @@ def written_form(tokenizer: Tokenizer) -> ToolForm | None:
     """None: the template writes calls in a form that is not read here. Hermes' where it writes none."""
     written, _ = _written_call(tokenizer)
     form = form_of(written)
-    is_read = form != "hermes" or PROBE not in written or bool(read_turn(written, form).calls)
+    for end in tokenizer.eos_token_ids:
+        written = written.rstrip().removesuffix(tokenizer.decode([end], skip_special=False))
+    probe = {"at": PROBE}
+    is_read = (
+        form == "llama" or PROBE not in written or probe in (one.arguments for one in read_turn(written, form).calls)
+    )
     return form if is_read else None
 
 
-def _texts(tools: Sequence[dict[str, Any]]) -> frozenset[tuple[str, str]]:
-    """Functions and their parameters that are texts, by their schemas."""
-    functions = [_table(tool.get("function")) for tool in tools]
-    known = [(one.get("name", ""), _table(_table(one.get("parameters")).get("properties"))) for one in functions]
-    return frozenset(
-        (name, key) for name, keys in known for key, of in keys.items() if _table(of).get("type") == "string"
-    )
+def text_parameters(tools: Sequence[dict[str, Any]]) -> dict[tuple[str, str], bool]:
+    """Functions and their parameters that are texts, by their schemas: whether they may be null instead."""
+    found: dict[tuple[str, str], bool] = {}
+    for tool in tools:
+        function = _table(tool.get("function"))
+        for key, schema in _table(_table(function.get("parameters")).get("properties")).items():
+            types = _types(_table(schema))
+            if types - {"null"} == {"string"}:
+                found[str(function.get("name")), key] = "null" in types
+    return found
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """Of JSON, that a schema names."""
+    choices = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    named = [*_list(schema.get("type")), *(kind for one in choices for kind in _list(_table(one).get("type", "any")))]
+    return set(map(str, named))
+
+
+def _list(value: object) -> list[object]:
+    """One value is a list of itself, none an empty one."""
+    return cast("list[object]", value) if isinstance(value, list) else [] if value is None else [value]
 
 
 def _table(value: object) -> dict[str, Any]:

@@ -6,22 +6,26 @@ call that does not parse stays in the words, as the model wrote it, and the turn
 | form | written as |
 |---|---|
 | hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
+| qwen_xml (Qwen3-Coder, Qwen3.5) | `<tool_call><function=name><parameter=k>v</parameter> ...</function></tool_call>` |
 | glm (GLM-4.5) | `<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> ...</tool_call>` |
+| minimax (M2) | `<invoke name="name"><parameter name="k">v</parameter> ...</invoke>` |
 | llama (Llama 3) | the whole turn is `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or not |
 | deepseek (V3, R1) | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and a JSON block, or `name<｜tool▁sep｜>{...}` |
+| kimi (K2) | `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` |
+| mistral | `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each |
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
-ToolForm = Literal["hermes", "glm", "llama", "deepseek"]
+ToolForm = Literal["hermes", "qwen_xml", "glm", "minimax", "llama", "deepseek", "kimi", "mistral"]
 THOUGHT_ENDS = "</think>"
 THOUGHT_BEGINS = "<think>"
 
@@ -32,6 +36,8 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """That the model gave it, in forms that have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +55,106 @@ class _WrittenCall(msgspec.Struct):
     name: str
     arguments: dict[str, Any] | str | None = None
     parameters: dict[str, Any] | None = None
+    id: Any = ""
+
+    def call(self, number: str = "") -> ToolCall:
+        """Raises msgspec.MsgspecError."""
+        arguments = self.arguments if self.arguments is not None else self.parameters
+        return ToolCall(self.name, _table(arguments) if isinstance(arguments, str) else arguments or {}, number)
 
 
-def _json_call(text: str) -> ToolCall:
-    """Raises msgspec.MsgspecError."""
-    call = msgspec.json.decode(text.strip(), type=_WrittenCall)
-    found = call.arguments if call.arguments is not None else call.parameters
-    arguments = msgspec.json.decode(found, type=dict[str, Any]) if isinstance(found, str) else found
-    return ToolCall(call.name, arguments or {})
+TextParameters = Mapping[tuple[str, str], bool]
+"""By functions and their parameters that are texts: whether they may be null instead."""
+_Reader = Callable[[str, TextParameters], Sequence[ToolCall]]
+"""Of what stands between the marks of a call. Raises ValueError, msgspec.MsgspecError."""
+_table = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+def _json_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+    return (msgspec.json.decode(text.strip(), type=_WrittenCall).call(),)
 
 
-def _glm_call(text: str, texts: Collection[tuple[str, str]] = ()) -> ToolCall:
-    name, _, rest = text.strip().partition("<arg_key>")
-    pairs = _GLM_PAIR.findall("<arg_key>" + rest if rest else "")
-    if not name.strip() or "<" in name or _GLM_PAIR.sub("", "<arg_key>" + rest if rest else "").strip():
-        raise ValueError("a call is a name and pairs of <arg_key> and <arg_value>")
-    name = name.strip()
-    return ToolCall(name, {k.strip(): v if (name, k.strip()) in texts else _value(v) for k, v in pairs})
+def _pairs(name: str, key: str, value_ends: str, ends: str = "", *, padding: str = "") -> _Reader:
+    """Reads calls whose arguments are pairs of a key and a value without quotes. `name`, `key`: patterns of what stands
+    before the pairs, and before a value; `padding`: around a value. `ends`: behind the last pair."""
+    whole, pair = (
+        re.compile(rf"\s*{name}\s*(.*)", re.DOTALL),
+        re.compile(rf"\s*{key}{padding}(.*?){padding}", re.DOTALL),
+    )
+
+    def read(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+        *written, rest = text.split(value_ends)
+        found = whole.fullmatch(written[0] if written else rest)
+        if found is None:
+            raise ValueError("a call begins with its name")
+        function = found[1].strip()
+        written[:1], rest = ([found[2]], rest) if written else ([], found[2])
+        matches = [pair.fullmatch(one) for one in written]
+        if not function or rest.strip() != ends or None in matches:
+            raise ValueError("a call is a name and pairs of a key and a value")
+        pairs = [(match[1].strip(), match[2]) for match in matches if match is not None]
+        return (ToolCall(function, {key: _value(text, texts.get((function, key))) for key, text in pairs}),)
+
+    return read
 
 
-def _value(text: str) -> Any:
-    """Of an argument: JSON where it is JSON, else the text."""
+_PYTHON_VALUES = {"True": True, "False": False, "None": None}
+"""Qwen3.5's template writes these so."""
+
+
+def _value(text: str, nullable: bool | None) -> Any:
+    """Of an argument: JSON where it is JSON, else the text. `nullable`: of a text, whether it may be null instead."""
+    word = text.strip()
+    if nullable is not None and not (nullable and word in ("null", "None")):
+        return text
     try:
-        return msgspec.json.decode(text.strip())
+        return _PYTHON_VALUES[word] if word in _PYTHON_VALUES else msgspec.json.decode(word)
     except msgspec.DecodeError:
         return text
 
 
-def _deepseek_call(text: str) -> ToolCall:
-    head, found, rest = text.partition("<｜tool▁sep｜>")
-    if not found:
+def _deepseek_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+    head, separator, rest = text.partition("<｜tool▁sep｜>")
+    if not separator:
         raise ValueError("a call has a separator")
     if head.strip() == "function":  # V3 and R1: the name, then a block of JSON
         head, _, rest = rest.partition("\n")
     body = rest.strip().removeprefix("```json").removesuffix("```").strip()
-    return _json_call(msgspec.json.encode({"name": head.strip(), "arguments": body}).decode())
+    return (ToolCall(head.strip(), _table(body)),)
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    begins: str
-    """A mark with which a call begins; words before it are words."""
-    block: re.Pattern[str]
-    call: Callable[[str], ToolCall]
-    wrapping: tuple[str, ...] = ()
-    """Marks around all calls."""
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _kimi_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+    number, separator, arguments = text.partition("<|tool_call_argument_begin|>")
+    name = _KIMI_ID.fullmatch(number.strip())
+    if not separator or name is None:
+        raise ValueError("a call has an id and arguments")
+    return (ToolCall(name[1], _table(arguments), number.strip()),)
+
+
+def _llama_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+    return [msgspec.json.decode(part, type=_WrittenCall).call() for part in _LLAMA_BETWEEN.split(text.strip())]
+
+
+def _mistral_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+    if text.lstrip().startswith("["):
+        written = msgspec.json.decode(text.strip(), type=list[_WrittenCall])
+        return [call.call(_mistral_id(call.id)) for call in written]
+    calls: list[ToolCall] = []
+    for part in text.split(_MISTRAL_MARK):
+        head, separator, arguments = part.partition("[ARGS]")
+        name, _, number = head.partition("[CALL_ID]")
+        if not separator or not name.strip():
+            raise ValueError("a call is a name and arguments")
+        calls.append(ToolCall(name.strip(), _table(arguments), _mistral_id(number.strip())))
+    return calls
+
+
+def _mistral_id(number: object) -> str:
+    """Templates take ids of nine letters alone."""
+    return number if isinstance(number, str) and len(number) == 9 and number.isalnum() else ""
 
 
 _LLAMA_TAG = "<|python_tag|>"
@@ -104,28 +162,53 @@ _LLAMA_CALL = re.compile(r'\s*\{\s*"(?:name"|type"\s*:\s*"function").*"(?:parame
 """Another turn that is JSON is an answer."""
 _LLAMA_BETWEEN = re.compile(r';\s*(?=\{\s*"\w)')
 """Never inside of a text: its quotes are escaped, and behind its end is no letter."""
+_MISTRAL_MARK = "[TOOL_CALLS]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    read: _Reader
+    begins: str = "<tool_call>"
+    """A mark with which a call begins; words before it are words."""
+    ends: str = "</tool_call>"
+    """Empty: the end of the turn."""
+    wrapping: tuple[str, ...] = ()
+    """Marks around all calls."""
+    sign: str = ""
+    """A pattern that templates write in this form alone; empty: its mark."""
+
+
 _FORMS: Mapping[ToolForm, _Form] = {
-    "hermes": _Form("<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _json_call),
-    "glm": _Form("<tool_call>", re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), _glm_call),
-    "llama": _Form(_LLAMA_TAG, re.compile(r"<\|python_tag\|>(.*)", re.DOTALL), _json_call),
     "deepseek": _Form(
-        "<｜tool▁call▁begin｜>",
-        re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL),
-        _deepseek_call,
+        _deepseek_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-}
+    "kimi": _Form(
+        _kimi_calls, "<|tool_call_begin|>", "<|tool_call_end|>",
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "mistral": _Form(_mistral_calls, _MISTRAL_MARK, ""),
+    "minimax": _Form(
+        _pairs(r'"([^"]+)">', r'<parameter name="([^"]+)">', "</parameter>"), "<invoke name=", "</invoke>",
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "glm": _Form(
+        _pairs(r"([^<]+)", r"<arg_key>([^<]*)</arg_key>\s*<arg_value>", "</arg_value>"), sign="<arg_key>"
+    ),
+    "qwen_xml": _Form(
+        _pairs(r"<function=([^>]+)>", r"<parameter=([^>]+)>", "</parameter>", "</function>", padding=r"\n?"),
+        sign="<function=",
+    ),
+    "hermes": _Form(_json_calls),
+    "llama": _Form(_llama_calls, _LLAMA_TAG, "", sign=r'<\|python_tag\|>|"parameters":\s*\{(?!\s*"type")'),
+}  # fmt: skip
+"""In the order in which that of a template is looked for."""
 
 
 def form_of(written: str) -> ToolForm:
-    if "tool▁call" in written:
-        return "deepseek"
-    if "<arg_key>" in written:
-        return "glm"
-    if "<tool_call>" not in written and (
-        _LLAMA_TAG in written or re.search(r'"parameters":\s*\{(?!\s*"type")', written)
-    ):
-        return "llama"
+    for name, form in _FORMS.items():
+        if re.search(form.sign or re.escape(form.begins), written):
+            return name
     return "hermes"
 
 
@@ -135,11 +218,10 @@ def read_turn(
     *,
     begins_inside: bool = False,
     is_whole: bool = True,
-    texts: Collection[tuple[str, str]] = (),
+    texts: TextParameters = MappingProxyType({}),
 ) -> TurnText:
     """`text`: without the token that ends the turn. `form` None: no tool may be called. `begins_inside`: of a thought.
-    `is_whole`: False while more comes; then an end that may begin a mark is held back. `texts`: functions and their
-    parameters that are texts, for forms that write a text without quotes."""
+    `is_whole`: False while more comes; then an end that may begin a mark is held back."""
     reasoning, said = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
         return TurnText(reasoning, said if is_whole else without_begun(said, (THOUGHT_BEGINS,)))
@@ -153,24 +235,30 @@ def read_turn(
         return TurnText(reasoning, words)
     if not places:
         return TurnText(reasoning, said)
-    calls, read = list[ToolCall](), partial(_glm_call, texts=texts) if form == "glm" else how.call
-
-    def taken(block: re.Match[str]) -> str:
-        nonlocal calls
-        try:
-            calls = [*calls, *map(read, _LLAMA_BETWEEN.split(block[1]) if form == "llama" else (block[1],))]
-        except (ValueError, msgspec.MsgspecError):
-            return block[0]
-        return ""
-
     begin = min(places)  # an end mark in the words before it is a word, and was streamed
-    rest = said[:begin] + how.block.sub(taken, said[begin:])
+    words = said[:begin]
+    rest, calls = _without_calls(said[begin:], how, texts)
     if how.begins in rest:  # one that cannot be read, or has no end
-        return TurnText(reasoning, rest.removeprefix(_LLAMA_TAG) if form == "llama" else rest, tuple(calls), True)
-    words, rest = rest[:begin], rest[begin:]
+        return TurnText(reasoning, words + (rest.removeprefix(_LLAMA_TAG) if form == "llama" else rest), calls, True)
     for mark in how.wrapping:
         rest = rest.replace(mark, "")
-    return TurnText(reasoning, (words + rest).rstrip(), tuple(calls))
+    return TurnText(reasoning, (words + rest).rstrip(), calls)
+
+
+def _without_calls(text: str, form: _Form, texts: TextParameters) -> tuple[str, tuple[ToolCall, ...]]:
+    """What is left of the text without the calls that can be read, and those."""
+    kept, calls, position = list[str](), list[ToolCall](), 0
+    while (begin := text.find(form.begins, position)) >= 0:
+        end = text.find(form.ends, begin) if form.ends else len(text)
+        if end < 0:
+            break
+        kept.append(text[position:begin])
+        position = end + len(form.ends)
+        try:
+            calls += form.read(text[begin + len(form.begins) : end], texts)
+        except (ValueError, msgspec.MsgspecError):
+            kept.append(text[begin:position])
+    return "".join([*kept, text[position:]]), tuple(calls)
 
 
 def _thought(text: str, *, begins_inside: bool, is_whole: bool) -> tuple[str, str]:

@@ -10,7 +10,8 @@ Between answer and reply is the end of the turn, of which the model may have dra
     next role's mark    `answer<|user|>`   + `\n...`                      GLM-4: the model draws the next role
     no mark             `answer`           + `\nUser: ...`                the whole is the reply
 
-An answer that was cut off lacks its mark; then the reply begins with it. A template that leaves out the answer or the
+An answer that was cut off lacks its mark; then the reply begins with it. Where a template takes a tool's answer behind
+a call alone (Mistral, MiniMax), the sentinel is an argument of one. A template that leaves out the answer or the
 reply, or writes them twice or in another order, raises a TemplateError that names it.
 """
 
@@ -33,6 +34,8 @@ ANSWER = "Myxa5d1fc7e2Answer"
 REPLY = "Myxa93b60a5eReply"
 QUESTION = Message(role="user", content="?")
 ANSWERED = (QUESTION, Message(role="assistant", content=ANSWER))
+_CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": ANSWER}}}
+CALLED = (QUESTION, Message(role="assistant", content="", tool_calls=(_CALL,)))
 KNOWN_ROLES = ("user", "tool", "observation", "ipython", "function")
 """What templates call those who speak after the model."""
 
@@ -40,13 +43,13 @@ Render = Callable[[Sequence[Message]], str]
 """A conversation as text, up to where the model begins to speak."""
 
 
-def between(render: Render, messages: Sequence[Message], place: str) -> str:
+def between(render: Render, messages: Sequence[Message], place: str, before: Sequence[Message] = ANSWERED) -> str:
     """The text between a turn of the model and the text of the first of these messages, for any such text. `place`: of
-    the template. Raises TemplateError if it cannot append them."""
+    the template. `before`: a conversation that ends with that turn. Raises TemplateError if it cannot append them."""
     words = [f"{REPLY}{number}End" for number in range(len(messages))]
     probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
     try:
-        text = render((*ANSWERED, *probes))
+        text = render((*before, *probes))
     except DataError as err:
         raise unfit(messages, place, f"refuses it ({err.message})") from err
     places = [text.find(word) for word in (ANSWER, *words)]
@@ -86,6 +89,8 @@ class _Joint:
     mark: int | None
     is_own: bool
     """The mark belongs to the turn; otherwise it is the next role's."""
+    is_called: bool = False
+    """The turn before must be a call."""
 
 
 MARK_IDS = 16
@@ -153,10 +158,10 @@ class TurnRenderer:
         turn was ended with by the model; None: it was cut off. Raises TemplateError for messages of a kind that the
         template cannot append, DataError for texts that it refuses."""
         joint = self._joint(messages, tools)
-        ids = self._tokenizer.encode(self._behind_answer(messages, tools))
+        ids = self._tokenizer.encode(self._behind_answer(messages, tools, is_called=joint.is_called))
         is_drawn = ended_by is not None and (ended_by == joint.mark or (joint.is_own and ended_by in self._ends))
-        if is_drawn and joint.mark is not None:
-            ids = ids[ids.index(joint.mark) + 1 :]
+        if joint.mark is not None and (is_drawn or joint.is_called):
+            ids = ids[ids.index(joint.mark) + is_drawn :]
         return np.asarray(ids, dtype=np.int32)
 
     def end_mark(self) -> int | None:
@@ -187,8 +192,8 @@ class TurnRenderer:
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=tools)
 
-    def _behind_answer(self, messages: Sequence[Message], tools: Tools) -> str:
-        text = self._text((*ANSWERED, *messages), tools, opens=True)
+    def _behind_answer(self, messages: Sequence[Message], tools: Tools, *, is_called: bool) -> str:
+        text = self._text((*(CALLED if is_called else ANSWERED), *messages), tools, opens=True)
         _, found, behind = text.partition(ANSWER)
         if not found:  # it depends on what the messages say
             raise unfit(messages, self._tokenizer.template_place, "leaves the model's turn before it out")
@@ -204,12 +209,17 @@ class TurnRenderer:
         return known
 
     def _found_joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
-        render = partial(self._text, tools=tools, opens=True)
-        head = between(render, messages, self._tokenizer.template_place)
-        own = self._closing(tools)[1]
+        render, place = partial(self._text, tools=tools, opens=True), self._tokenizer.template_place
+        own, is_called = self._closing(tools)[1], False
+        try:
+            head = between(render, messages, place)
+        except TemplateError:
+            if own is None or messages[0].role != "tool":
+                raise
+            head, is_called = between(render, messages, place, CALLED), True
         if own is None:
             return _Joint(self._first_mark(head), is_own=False)
-        return _Joint(own if own in self._tokenizer.encode(head) else None, is_own=True)
+        return _Joint(own if own in self._tokenizer.encode(head) else None, is_own=True, is_called=is_called)
 
     def _first_mark(self, text: str) -> int | None:
         """The first token of a text that ends generations, or is special."""

@@ -13,7 +13,7 @@ from ...actors.gateway.turn_text import THOUGHT_BEGINS, THOUGHT_ENDS, form_of, r
 from ...core.messages import AnswerText, GroupText, SaidText
 from .numbers import short
 
-_CALL = re.compile(r"<tool_call>|<\|python_tag\|>|<｜tool▁call")
+_CALL = re.compile(r"<tool_call>|<\|python_tag\|>|<｜tool▁call|<\|tool_call_begin\|>|<invoke name=|\[TOOL_CALLS\]")
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
 
 

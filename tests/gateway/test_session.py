@@ -21,7 +21,7 @@ from tests.workflows.chat_models import (
     tokenizer_of,
 )  # fmt: skip
 
-from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault
+from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault, text_parameters
 from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.core.errors import MyxaError, RequestRefused, UserCodeError
@@ -240,13 +240,93 @@ async def test_calls_of_a_template_that_takes_arguments_as_a_text() -> None:
     assert 'find\n```json\n{"q":"7"}\n```' in says.tokenizer.decode(says.prompts[2], skip_special=False)
 
 
+class UnknownForm(ChatModel):
+    """A family whose calls stand in marks of its own."""
+
+    def tokenizer(self, **arguments: Any) -> FolderTokenizer:
+        source = (TEMPLATES / "qwen3.jinja").read_text().replace("tool_call>", "my_call>")
+        return tokenizer_of(ChatTemplate(source, "unknown", {}), self.marks, self.ends)
+
+
 async def test_calls_in_a_form_that_is_not_read_are_refused_and_no_words() -> None:
-    session = session_of(Says(MISTRAL, lambda prompt: "[TOOL_CALLS] [...]")).session
+    model = UnknownForm("unknown", QWEN3.marks, QWEN3.ends, (), {})
+    session = session_of(Says(model, lambda prompt: "<my_call>...")).session
     with pytest.raises(RequestFault, match='a form that is not read here: say tool_choice = "none"') as caught:
         await told(session, *USER, tools=(TOOL,))
     assert caught.value.param == "tools"
     answer = await told(session, *USER, tools=(TOOL,), may_call=False)
-    assert answer.text.content.startswith("[TOOL_CALLS]")
+    assert answer.text.content.startswith("<my_call>")
+
+
+CODER = replace(QWEN3, name="qwen3_coder")
+KIMI = ChatModel("kimi_k2", tuple(
+    f"<|{name}|>" for name in ("im_system", "im_user", "im_assistant", "im_middle", "im_end", "tool_calls_section_begin",
+    "tool_calls_section_end", "tool_call_begin", "tool_call_argument_begin", "tool_call_end")), ("<|im_end|>",), (), {})  # fmt: skip
+MINIMAX = ChatModel("minimax_m2", ("]~!b[", "]~b]", "[e~["), ("[e~[",), (), {})
+MISTRAL_ARGS = replace(MISTRAL, name="mistral_args", marks=(*MISTRAL.marks, "[ARGS]"))
+WRITTEN_CALLS: list[tuple[ChatModel, str, dict[str, Any], str, str]] = [
+    (CODER, ("Look.\n<tool_call>\n<function=find>\n<parameter=q>\n007\n\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+     "<parameter=deep>\n{\"a\": [True]}\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>"),
+     {"q": "007\n", "n": 12, "deep": '{"a": [True]}', "on": True}, "",
+     "<|im_end|>\n<|im_start|>user\n<tool_response>\ncold\n</tool_response>\n<|im_end|>\n<|im_start|>assistant\n"),
+    (KIMI, ("Look.<|tool_calls_section_begin|><|tool_call_begin|>functions.find:3<|tool_call_argument_begin|>"
+     '{"q": "007"}<|tool_call_end|><|tool_calls_section_end|>'), {"q": "007"}, "functions.find:3",
+     "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.find:3\ncold<|im_end|><|im_assistant|>assistant<|im_middle|>"),
+    (MINIMAX, ('hm</think>\n\nLook.\n<minimax:tool_call>\n<invoke name="find">\n<parameter name="q">007</parameter>\n'
+     '<parameter name="n">12</parameter>\n</invoke>\n</minimax:tool_call>'), {"q": "007", "n": 12}, "",
+     "[e~[\n]~b]tool\n<response>cold</response>[e~[\n]~b]ai\n<think>\n"),
+    (MISTRAL, 'Look.[TOOL_CALLS] [{"name": "find", "arguments": {"q": "007"}, "id": "abcdefgh1"}]', {"q": "007"}, "abcdefgh1",
+     '</s>[TOOL_RESULTS] {"content": "cold", "call_id": "abcdefgh1"}[/TOOL_RESULTS]'),
+    (MISTRAL_ARGS, 'Look.[TOOL_CALLS]find[ARGS]{"q": "007"}', {"q": "007"}, "", "</s>[TOOL_RESULTS]cold[/TOOL_RESULTS]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "arguments", "number", "tail"), WRITTEN_CALLS, ids=lambda one: getattr(one, "name", "")
+)
+async def test_calls_of_other_families_are_read_and_answered_token_by_token(
+    model: ChatModel, call: str, arguments: dict[str, Any], number: str, tail: str
+) -> None:
+    says = Says(model, lambda prompt: "done" if "cold" in prompt else call)
+    session = session_of(says).session
+    first = await told(session, *USER, tools=(TOOL,))
+    assert ([(one.name, one.arguments) for one in first.text.calls], first.text.is_malformed) == (
+        [("find", arguments)],
+        False,
+    )
+    assert first.text.content == "Look."
+    assert not number or first.call_ids == (number,)
+    back = Message(role="assistant", content="Look.", tool_calls=first.message().tool_calls)
+    reply = Message(role="tool", content="cold", tool_call_id=first.call_ids[0])
+    await told(session, *USER, back, reply, tools=(TOOL,))
+    assert says.prompts[1][: len(says.prompts[0]) + len(first.token_ids)] == [*says.prompts[0], *first.token_ids]
+    assert says.tokenizer.decode(says.prompts[1], skip_special=False).endswith(f"{call}{tail}")
+    assert (session.counts["continued"], len(session.samples())) == (1, 1)
+
+
+@pytest.mark.parametrize("model", [MINIMAX, MISTRAL, MISTRAL_ARGS], ids=lambda model: model.name)
+async def test_a_tool_answers_a_call_that_was_cut_off_behind_it(model: ChatModel) -> None:
+    """Where the template takes a tool's answer behind a call alone: the end of the turn is written once."""
+    call = next(call for one, call, *_ in WRITTEN_CALLS if one is model)
+    says = Says(model, lambda prompt: "done" if "cold" in prompt else call)
+    size = len(says.tokenizer.encode(call))
+    session = session_of(says, sampling=SamplingParams(max_new_tokens=size)).session
+    first = await told(session, *USER, tools=(TOOL,))
+    assert (first.finish, len(first.text.calls)) == ("length", 1)
+    reply = Message(role="tool", content="cold", tool_call_id=first.call_ids[0])
+    await told(session, *USER, first.message(), reply, tools=(TOOL,))
+    tail = next(tail for one, *_, tail in WRITTEN_CALLS if one is model)
+    assert says.tokenizer.decode(says.prompts[1], skip_special=False).endswith(f"{call}{tail}")
+
+
+def test_parameters_that_are_texts_by_their_schemas() -> None:
+    schemas: dict[str, Any] = {
+        "a": {"type": "string"}, "b": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "c": {"type": ["string", "null"]},
+        "d": {"type": ["string", "integer"]}, "e": {"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "f": {}, "g": {"type": {"x": []}},
+        "h": {"anyOf": "string"}, "i": {"oneOf": [3, None]}, "j": None,
+    }  # fmt: skip
+    tools = [{"function": {"name": "f", "parameters": {"properties": schemas}}}, {"function": None}, {}]
+    assert text_parameters(tools) == {("f", "a"): False, ("f", "b"): True, ("f", "c"): True}
 
 
 @pytest.mark.parametrize(("kind", "value"), [("string", "12"), ("integer", 12)])

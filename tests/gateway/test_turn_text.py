@@ -12,6 +12,9 @@ LLAMA = '{"name": "find", "parameters": {"q": "a"}}'
 DEEPSEEK_R1 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"q": "a"}\n```<｜tool▁call▁end｜>'
 DEEPSEEK_V3 = '<｜tool▁call▁begin｜>find<｜tool▁sep｜>{"q": "a"}<｜tool▁call▁end｜>'
 AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+CODER = "<tool_call>\n<function=find>\n<parameter=q>\na\n</parameter>\n</function>\n</tool_call>"
+MINIMAX = '<minimax:tool_call>\n<invoke name="find">\n<parameter name="q">a</parameter>\n</invoke>\n<invoke name="find">\n</invoke>\n</minimax:tool_call>'
+KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"q": "a"}<|tool_call_end|><|tool_calls_section_end|>'
 FIND = ToolCall("find", {"q": "a"})
 
 CASES: list[tuple[ToolForm | None, str, TurnText]] = [
@@ -39,6 +42,21 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("deepseek", f"x{AROUND[0]}{DEEPSEEK_R1}{AROUND[1]}", TurnText(content="x", calls=(FIND,))),
     ("deepseek", f"{AROUND[0]}{DEEPSEEK_V3}\n{DEEPSEEK_V3}{AROUND[1]}", TurnText(calls=(FIND, FIND))),
     ("deepseek", f"x{AROUND[1]}{AROUND[0]}{DEEPSEEK_V3}{AROUND[1]}y", TurnText(content=f"x{AROUND[1]}y", calls=(FIND,))),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"q": "a"}, "id": 7}</tool_call>', TurnText(calls=(FIND,))),
+    ("qwen_xml", f"x\n{CODER}\n{CODER}", TurnText(content="x", calls=(FIND, FIND))),
+    ("qwen_xml", "<tool_call>\n<function=find>\n</function>\n</tool_call>", TurnText(calls=(ToolCall("find", {}),))),
+    *(("qwen_xml", text, TurnText(content=text, is_malformed=True)) for text in (
+        CODER.replace("</parameter>", ""), CODER.replace("</function>", ""), CODER.replace("function=find", "function="),
+        f"{CODER[:-3]}", CODER.replace("</parameter>", "</parameter>more"))),
+    ("minimax", f"x\n{MINIMAX}", TurnText(content="x", calls=(FIND, ToolCall("find", {})))),
+    ("kimi", f"x{KIMI}", TurnText(content="x", calls=(ToolCall("find", {"q": "a"}, "functions.find:0"),))),
+    ("kimi", "<|tool_call_begin|>find<|tool_call_end|>",
+     TurnText(content="<|tool_call_begin|>find<|tool_call_end|>", is_malformed=True)),
+    ("mistral", '[TOOL_CALLS] [{"name": "find", "arguments": {"q": "a"}, "id": "no"}, {"name": "find", "arguments": {}}]',
+     TurnText(calls=(FIND, ToolCall("find", {})))),
+    ("mistral", 'x[TOOL_CALLS]find[ARGS]{"q": "a"}[TOOL_CALLS]find[CALL_ID]abcdefgh1[ARGS]{}',
+     TurnText(content="x", calls=(FIND, ToolCall("find", {}, "abcdefgh1")))),
+    ("mistral", "[TOOL_CALLS]find", TurnText(content="[TOOL_CALLS]find", is_malformed=True)),
     ("hermes", "<think>cut off", TurnText("cut off")),
     ("hermes", "a < b and <tool is a word", TurnText(content="a < b and <tool is a word")),
 ]  # fmt: skip
@@ -63,8 +81,8 @@ def test_what_was_streamed_is_never_taken_back(form: ToolForm | None, text: str,
 
 def test_an_argument_that_is_a_text_by_its_schema_is_no_number() -> None:
     text = "<tool_call>find\n<arg_key>q</arg_key>\n<arg_value>007</arg_value>\n<arg_key>n</arg_key>\n<arg_value>12</arg_value>\n</tool_call>"
-    for texts, q in (((), "007"), ((("find", "n"),), "007"), ((("other", "n"),), "007")):
-        wanted = {"q": q, "n": "12" if ("find", "n") in texts else 12}
+    for texts in ({}, {("find", "n"): False}, {("find", "n"): True}, {("other", "n"): False}):
+        wanted = {"q": "007", "n": "12" if ("find", "n") in texts else 12}
         assert read_turn(text, "glm", texts=texts).calls == (ToolCall("find", wanted),)
 
 
@@ -75,7 +93,17 @@ def test_a_thought_that_the_prompt_began() -> None:
 
 @pytest.mark.parametrize(
     ("written", "form"),
-    [(HERMES, "hermes"), (GLM, "glm"), (LLAMA, "llama"), (DEEPSEEK_V3, "deepseek"), ("a template without", "hermes")],
+    [
+        (HERMES, "hermes"),
+        (GLM, "glm"),
+        (LLAMA, "llama"),
+        (DEEPSEEK_V3, "deepseek"),
+        (CODER, "qwen_xml"),
+        (KIMI, "kimi"),
+        (MINIMAX, "minimax"),
+        ("[TOOL_CALLS] []", "mistral"),
+        ("a template without", "hermes"),
+    ],
 )
 def test_the_form_is_seen_in_what_a_template_writes(written: str, form: ToolForm) -> None:
     assert form_of(written) == form
