@@ -119,6 +119,7 @@ def test_gpus_that_are_not_here(site: Site, capsys: pytest.CaptureFixture[str]) 
     assert answer["placement"][0]["devices"]["GPU 1"] == ["trainer/1", "rollout/1"]
     phases = {load["phase"]: load for load in answer["memory"]}
     assert list(phases) == ["trainer's turn", "hand-over", "engine's turn", "trainer is away"]
+    assert phases.pop("trainer is away")["capacity_bytes"] is None, "of a machine that is not here"
     assert all(load["capacity_bytes"] == 80 << 30 and load["fits"] for load in phases.values())
     code, answer = plan(site.write(text), capsys=capsys)
     assert code == 2
