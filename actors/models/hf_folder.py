@@ -7,6 +7,7 @@ value head. Every complaint is a ModelError that names the file.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -155,17 +156,25 @@ def weight_files(root: Path) -> list[str]:
     for name in names:
         if Path(name).name != name:
             raise ModelError(f"{index} names a file outside its folder: {name!r}", remedy="do not use this folder")
+    if WEIGHTS not in names and (root / WEIGHTS).exists():
+        raise ModelError(
+            f"{root} has {WEIGHTS} and {INDEX}, which does not name it: some programs read the one, some the other",
+            remedy="keep the weights that are meant, and remove the others",
+        )
     return names
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place: str) -> None:
-    """Raise ModelError naming the first weight that is missing or has another shape than `config` demands."""
-    for name, shape in config.tensor_shapes().items():
+    """Raise ModelError naming the first weight that is missing, has another shape than `config` demands, or is of
+    another model than it."""
+    shapes = config.tensor_shapes()
+    for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None:
             raise ModelError(
                 f"{place}: weight {name} is missing ({len(tensors)} weights found)",
-                remedy="the config belongs to another model, or a shard is missing",
+                remedy="the config belongs to another model, or a shard is missing"
+                + ("; or tie_word_embeddings must be true in config.json" if name == HEAD else ""),
             )
         if tensor.spec.shape != shape:
             raise ModelError(
@@ -174,6 +183,31 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
             )
         if tensor.spec.dtype == FP8:
             _check_scales(config.fp8_block, tensor.spec, tensors.get(name + SCALE_SUFFIX), place)
+    if not config.foreign:
+        _check_rest(config, shapes, tensors, place)
+
+
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
+
+
+def _check_rest(config: ModelConfig, shapes: Mapping[str, Any], tensors: Mapping[str, NamedArray], place: str) -> None:
+    """Raise ModelError naming a weight of a layer that the model of `config` does not have, or a head of its own where
+    `config.json` says that the embedding serves as one."""
+    for name in tensors.keys() - shapes.keys():
+        layer = _LAYER.fullmatch(name)
+        if layer is not None and int(layer[1]) < config.num_layers:
+            raise ModelError(
+                f"{place}: weight {name} is none of a {config.model_type} model's by config.json: it would be left out",
+                remedy="merge adapters into the weights (merge_and_unload of peft), or use the model's own config.json",
+            )
+    pair = [tensors.get(name) for name in ("model.embed_tokens.weight", HEAD)]
+    rows = [np.frombuffer(tensor.data, np.uint8) for tensor in pair if tensor is not None]
+    if config.source.get("tie_word_embeddings") and len(rows) == len(pair) and not np.array_equal(rows[0], rows[1]):
+        raise ModelError(
+            f"{place}: tie_word_embeddings is true in config.json, but {HEAD} differs from the embedding",
+            remedy=f"set it to false, or remove {HEAD} from the weights if the embedding is meant",
+        )
 
 
 def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: NamedArray | None, place: str) -> None:

@@ -552,12 +552,17 @@ def _rope_parameters(fields: _Fields) -> Mapping[str, Any]:
 
 
 def _rope_theta(fields: _Fields) -> float:
-    inner = _rope_parameters(fields).get("rope_theta")
-    outer = fields.get("rope_theta")
+    inner, outer = _rope_parameters(fields).get("rope_theta"), fields.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise fields.fail(f"rope_theta is {outer!r} but rope_parameters says {inner!r}")
-    theta = inner if inner is not None else outer
-    return fields.number("rope_theta", 10_000.0 if theta is None else theta)
+    theta = next((value for value in (inner, outer) if value is not None), 10_000.0)
+    hidden = cast("Mapping[str, Any]", fields.get("rope_parameters") or {}).get("rope_theta")
+    if hidden is not None and hidden != theta:
+        raise fields.fail(
+            f"rope_parameters says rope_theta {hidden!r}, but rope_scaling, which takes its place, does not",
+            "put rope_theta into rope_scaling",
+        )
+    return fields.number("rope_theta", theta)
 
 
 def _rope_kind(fields: _Fields) -> Any:

@@ -90,8 +90,13 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
     for name, part in found:
         shape: tuple[int, ...] = tuple(part.get_shape())
         dtype, item_bytes = DTYPES.get(part.get_dtype(), ("", 0))
-        if not dtype or len(shape) > MAX_DIMENSIONS:
-            raise _torn(path, f"tensor {name} is of type {part.get_dtype()} with {len(shape)} dimensions")
+        if not dtype:
+            raise ModelError(
+                f"{path}: tensor {name} is of type {part.get_dtype()}, which is not read",
+                remedy="export the model in bfloat16",
+            )
+        if len(shape) > MAX_DIMENSIONS:
+            raise _torn(path, f"tensor {name} has {len(shape)} dimensions")
         spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=at, num_bytes=item_bytes * math.prod(shape))
         tensors[name] = NamedArray(spec=spec, data=view[at : (at := at + spec.num_bytes)])
     return tensors

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.models.deepseek import DEEPSEEK_V3, FP8, KIMI_K2, MOONLIGHT
+from tests.models.deepseek import DEEPSEEK_V3, FP8, KIMI_K2, MOONLIGHT, YARN
 
 from myxa.actors.models.hf_folder import (
     check_values,
@@ -233,6 +233,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 63}, "head_dim"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
     ({"rope_parameters": "yes"}, "rope_parameters"),
+    (
+        {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}, "rope_theta": ...},
+        "rope_parameters says rope_theta 1000000.0, but rope_scaling",
+    ),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"use_sliding_window": True}, "use_sliding_window"),
@@ -353,6 +357,56 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path, tmp
     edit(tmp_path / "config.json", intermediate_size=385)
     with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[384, 128\].*demands \[385, 128\]"):
         arrays(tmp_path, read_config(tmp_path))
+
+
+def named(tensor: NamedArray, name: str, **changes: Any) -> NamedArray:
+    return NamedArray(spec=msgspec.structs.replace(tensor.spec, name=name, **changes), data=tensor.data)
+
+
+def test_weights_of_a_layer_that_the_config_does_not_explain_are_named(folder: Path, tmp_path: Path):
+    """Biases of another family, adapters that were not merged: they would be left out."""
+    config, weights = read_config(folder), init_weights(read_config(folder), 1)
+    norm, layers = weights[-1], config.num_layers
+    for extra in ("rotary_emb.inv_freq", "self_attn.q_proj.bias", "self_attn.q_proj.lora_A.weight"):
+        write_folder(tmp_path, config.source, [*weights, named(norm, f"model.layers.{layers - 1}.{extra}")])
+        if extra == "rotary_emb.inv_freq":
+            arrays(tmp_path, config)
+            continue
+        with pytest.raises(
+            ModelError, match=rf"weight model\.layers\.{layers - 1}\.{extra} is none of a qwen3 model's"
+        ):
+            arrays(tmp_path, config)
+    behind = named(norm, f"model.layers.{layers}.input_layernorm.weight")  # of a model that was made shorter
+    write_folder(tmp_path, config.source, [*weights, behind])
+    arrays(tmp_path, config)
+
+
+def test_a_head_beside_tied_embeddings_must_be_the_embedding(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    assert config.tie_word_embeddings
+    weights = init_weights(config, 1)
+    embedding = next(weight for weight in weights if "embed_tokens" in weight.spec.name)
+    write_folder(tmp_path, config.source, [*weights, named(embedding, "lm_head.weight")])
+    arrays(tmp_path, config)
+    other = NamedArray(spec=named(embedding, "lm_head.weight").spec, data=memoryview(bytes(len(embedding.data))))
+    write_folder(tmp_path, config.source, [*weights, other])
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true.*lm_head\.weight differs"):
+        arrays(tmp_path, config)
+    write_folder(tmp_path, dict(config.source) | {"tie_word_embeddings": False}, weights)
+    with pytest.raises(ModelError, match="tie_word_embeddings must be true"):
+        arrays(tmp_path, read_config(tmp_path))
+
+
+def test_one_file_of_weights_beside_the_index_of_others_is_ambiguous(folder: Path, tmp_path: Path):
+    config = read_config(folder)
+    weights = init_weights(config, 1)
+    write_folder(tmp_path, config.source, weights, max_shard_bytes=1 << 19)
+    index = (tmp_path / "model.safetensors.index.json").read_bytes()
+    arrays(tmp_path, config)
+    write_folder(tmp_path, config.source, weights)
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(ModelError, match="some programs read the one, some the other"):
+        arrays(tmp_path, config)
 
 
 def test_missing_shards_and_foreign_paths_are_refused(folder: Path, tmp_path: Path):
