@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.errors import MemoryFault
+from ..core.errors import MemoryFault, raised_as
 from ..core.files import lock_within
 
 CPP_COMPILERS = ("c++", "g++", "clang++")
@@ -45,7 +45,9 @@ def built(
         raise MemoryFault(f"{source.name} must be compiled, and none of {looked} is on the PATH", remedy=remedy)
     parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if word != str(source)))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-    folder = cache_dir or Path.home() / ".cache" / "myxa" / "native"
+    needed = "set HOME to a folder that can be written to"
+    with raised_as(MemoryFault, f"{source.name} has no folder to be compiled into", RuntimeError, remedy=needed):
+        folder = cache_dir or Path.home() / ".cache" / "myxa" / "native"
     target = folder / f"{source.stem}-{key}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -53,10 +55,7 @@ def built(
             return target
         lock = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise MemoryFault(
-            f"{source.name} cannot be compiled into {folder}: {error}",
-            remedy="set HOME to a folder that can be written to",
-        ) from error
+        raise MemoryFault(f"{source.name} cannot be compiled into {folder}: {error}", remedy=needed) from error
     try:
         if not lock_within(lock, 2 * timeout_s):
             raise MemoryFault(

@@ -160,7 +160,8 @@ async def attach_worker(spec: ProcessSpec) -> Node:
 
 def default_job_key() -> Path:
     """Default path of the key: in the home directory, which the nodes of a cluster usually share."""
-    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    with raised_as(LaunchError, "the job's key has no default path", RuntimeError, remedy="give --job-key"):
+        base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "myxa" / "job.key"
 
 

@@ -45,3 +45,13 @@ async def test_node_0_is_met_at_one_address_that_others_can_use(host: str, tmp_p
     with pytest.raises(LaunchError, match="--rdzv.*IP address"):
         async with host_rendezvous(NodePlace(0, 2, Endpoint(host, 0)), tmp_path, tmp_path / "job.key", None):
             pass
+
+
+async def test_a_user_without_a_home_is_told_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container runs under any number, which no file of users knows."""
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(LaunchError, match="give --job-key"):
+        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0)), tmp_path, None, None):
+            pass
