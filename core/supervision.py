@@ -294,31 +294,31 @@ class Supervisor:
 
     # -- questions ---------------------------------------------------------------------------------------------
 
-    def state(self, child: str) -> ChildState:
-        return self._child(child).state
+    def state(self, name: str) -> ChildState:
+        return self._child(name).state
 
-    def attempt(self, child: str) -> int:
+    def attempt(self, name: str) -> int:
         """Number of the child's current attempt; 0 is the first."""
-        return self._attempts[self._child(child).name]
+        return self._attempts[self._child(name).name]
 
-    def may_launch(self, child: str, attempt: int) -> bool:
+    def may_launch(self, name: str, attempt: int) -> bool:
         """Whether it may be started now as that attempt; not if it has left."""
-        found = self._find(child)
-        if self.is_over or found is None or attempt != self._attempts[child] or self._ending_of(child) is not None:
+        child = self._find(name)
+        if self.is_over or child is None or attempt != self._attempts[name] or self._ending_of(name) is not None:
             return False
-        return (found.state, "launch") in TRANSITIONS
+        return (child.state, "launch") in TRANSITIONS
 
     @property
     def alive(self) -> tuple[str, ...]:
         return _names(child for child in self._all() if child.is_alive)
 
-    def is_retiring(self, child: str) -> bool:
-        found = self._find(child)
-        return found is not None and found.is_retiring
+    def is_retiring(self, name: str) -> bool:
+        child = self._find(name)
+        return child is not None and child.is_retiring
 
-    def restarts_left(self, child: str, now: float) -> int:
+    def restarts_left(self, name: str, now: float) -> int:
         """How often it may fail and be started again now."""
-        return self._child(child).budget.left(now)
+        return self._child(name).budget.left(now)
 
     # -- wishes of a person ------------------------------------------------------------------------------------
 
@@ -331,95 +331,95 @@ class Supervisor:
             raise SupervisionError(f"there is no role {role_name!r}")
         if role.spec.is_gang:
             raise SupervisionError(f"{role_name} is a gang: no child can join it later")
-        if (known := self._find(name)) is not None:
-            if not known.is_over or self._ending_of(name):
+        if (earlier := self._find(name)) is not None:
+            if not earlier.is_over or self._ending_of(name):
                 raise SupervisionError(f"children named twice: {name}")
-            del known.role.children[name]
+            del earlier.role.children[name]
         role.add(name, came_later=True)
         self._attempts[name] = self._attempts.get(name, -1) + 1
 
-    def check_retire(self, child: str) -> None:
+    def check_retire(self, name: str) -> None:
         """Raises SupervisionError if `retire` would."""
-        found = self._child(child)
-        if found.role.spec.is_gang:
-            raise SupervisionError(f"{child} is a rank of {found.budget_name}: it cannot go alone")
+        child = self._child(name)
+        if child.role.spec.is_gang:
+            raise SupervisionError(f"{name} is a rank of {child.budget_name}: it cannot go alone")
 
-    def retire(self, child: str, reason: str, now: float) -> list[Instruction]:
+    def retire(self, name: str, reason: str, now: float) -> list[Instruction]:
         """It ends for good, which is no failure; `Retired` when it is gone. Raises SupervisionError for a rank."""
-        self.check_retire(child)
-        found = self._child(child)
-        if self.is_over or found.is_retiring:
+        self.check_retire(name)
+        child = self._child(name)
+        if self.is_over or child.is_retiring:
             return []
-        found.is_retiring = True
-        return self._begin(_Ending("retire", frozenset({child}), reason), now)
+        child.is_retiring = True
+        return self._begin(_Ending("retire", frozenset({name}), reason), now)
 
-    def renew(self, child: str, reason: str, now: float) -> list[Instruction]:
+    def renew(self, name: str, reason: str, now: float) -> list[Instruction]:
         """Have it, or its whole gang, end and start again. Raises SupervisionError for one that left or is leaving."""
-        found = self._child(child)
-        if found.is_over or found.is_retiring or found.is_given_up:
-            raise SupervisionError(f"{child} is {found.state} and leaves: it cannot be restarted")
+        child = self._child(name)
+        if child.is_over or child.is_retiring or child.is_given_up:
+            raise SupervisionError(f"{name} is {child.state} and leaves: it cannot be restarted")
         if self.is_over:
             return []  # it ends anyway
-        return self._begin(_Ending("renew", frozenset(found.mates), reason), now)
+        return self._begin(_Ending("renew", frozenset(child.mates), reason), now)
 
-    def on_drained(self, child: str) -> list[Instruction]:
+    def on_drained(self, name: str) -> list[Instruction]:
         """It has handed its work back, or could not. It may be late."""
-        ending, found = self._ending_of(child), self._find(child)
-        if ending is None or found is None or found.state != "draining":
+        ending, child = self._ending_of(name), self._find(name)
+        if ending is None or child is None or child.state != "draining":
             return []
-        found.move("end")
-        return [End((child,), self._grace_s, ending.reason)]
+        child.move("end")
+        return [End((name,), self._grace_s, ending.reason)]
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def on_launch(self, child: str) -> None:
+    def on_launch(self, name: str) -> None:
         """The child is started, first or as a `Restart` asked. Raises SupervisionError if it may not any more."""
-        if not self.may_launch(child, self.attempt(child)):
-            raise SupervisionError(f"{child} is {self.state(child)}: 'launch' cannot happen now")
-        self._child(child).move("launch")
+        if not self.may_launch(name, self.attempt(name)):
+            raise SupervisionError(f"{name} is {self.state(name)}: 'launch' cannot happen now")
+        self._child(name).move("launch")
 
-    def on_up(self, child: str) -> None:
-        self._child(child).move("up")
+    def on_up(self, name: str) -> None:
+        self._child(name).move("up")
 
-    def on_exit(self, child: str, status: int, now: float) -> list[Instruction]:
-        found = self._child(child)
-        found.move("exit")
-        who, found.killed = found.killed or child, ""
-        if self.is_over or found.is_given_up:
-            found.move("give-up" if found.is_given_up else "settle")
-        ending = self._ending_of(child)
+    def on_exit(self, name: str, status: int, now: float) -> list[Instruction]:
+        child = self._child(name)
+        child.move("exit")
+        subject, child.killed = child.killed or name, ""
+        if self.is_over or child.is_given_up:
+            child.move("give-up" if child.is_given_up else "settle")
+        ending = self._ending_of(name)
         if ending is not None:
             return self._advance(ending, now)
-        if found.is_over:
+        if child.is_over:
             return []
-        what = f"{who} ended with {describe_status(status)}"
+        cause = f"{subject} ended with {describe_status(status)}"
         if status not in HOPELESS:
-            return self._on_failure(found, what, now)
-        what = f"{what}: {HOPELESS[status]}, another attempt would end the same way"
-        return self._do_without(found, child, what) if found.came_later else self._fail(child, what, status)
+            return self._on_failure(child, cause, now)
+        cause = f"{cause}: {HOPELESS[status]}, another attempt would end the same way"
+        return self._do_without(child, name, cause) if child.came_later else self._fail(name, cause, status)
 
-    def on_health(self, child: str, health: Health, why: str, now: float) -> list[Instruction]:
+    def on_health(self, name: str, health: Health, why: str, now: float) -> list[Instruction]:
         """What the failure detector thinks of it; "given up": for all others it is over, though its process exists, and
         may just be ending by itself, so `on_exit` judges. May be late: of one that is not up it is of no interest."""
-        found = self._child(child)
-        if health == "recovered" and found.state == "hung":
-            found.move("recover")
+        child = self._child(name)
+        if health == "recovered" and child.state == "hung":
+            child.move("recover")
         if health not in ("hung", "given up") or self.is_over:
             return []
-        if found.state == "draining":
-            return self.on_drained(child)  # it will hand nothing back
-        if found.state not in ("up", "hung") or (health, found.state) == ("hung", "hung"):
+        if child.state == "draining":
+            return self.on_drained(name)  # it will hand nothing back
+        if child.state not in ("up", "hung") or (health, child.state) == ("hung", "hung"):
             return []
         if health == "hung":
-            found.move("hang")
-            if found.role.spec.when_hung == "wait":
+            child.move("hang")
+            if child.role.spec.when_hung == "wait":
                 return []
-        what = f"{child} hangs ({why})" if health == "hung" else f"{child} is given up by the others ({why})"
-        found.move("end")
+        cause = f"{name} hangs ({why})" if health == "hung" else f"{name} is given up by the others ({why})"
+        child.move("end")
         if health == "given up":
-            found.killed = f"{what} and"
-            return [Kill(child, what)]
-        return [Kill(child, what), *self._on_failure(found, f"{what}, was killed", now)]
+            child.killed = f"{cause} and"
+            return [Kill(name, cause)]
+        return [Kill(name, cause), *self._on_failure(child, f"{cause}, was killed", now)]
 
     def on_lost(self, culprit: str, children: Sequence[str], reason: str, now: float) -> list[Instruction]:
         """A whole node is gone with these children, or one of them cannot be ended: none can be started again."""
@@ -429,13 +429,13 @@ class Supervisor:
                 child.move("exit")
             if not child.is_over:
                 child.move("settle")
-        done: list[Instruction] = []
+        orders: list[Instruction] = []
         for child in lost:
             if not child.is_retiring:
-                done += self._do_without(child, culprit, reason)
+                orders += self._do_without(child, culprit, reason)
         for ending in list(self._endings):
-            done += self._advance(ending, now)
-        return done
+            orders += self._advance(ending, now)
+        return orders
 
     def stop(self) -> None:
         """The run ends: every child has to be ended. May be repeated."""
@@ -460,40 +460,40 @@ class Supervisor:
 
     # -- judging -----------------------------------------------------------------------------------------------
 
-    def _on_failure(self, child: _Child, what: str, now: float) -> list[Instruction]:
+    def _on_failure(self, child: _Child, cause: str, now: float) -> list[Instruction]:
         if child.budget.left(now):
-            return self._begin(_Ending("restart", frozenset(child.mates), what, child), now)
-        most = child.budget.max_restarts
-        spent = f"its budget of {most} restarts is spent" if most else "is never restarted"
-        return self._do_without(child, child.name, f"{what} and {spent}")
+            return self._begin(_Ending("restart", frozenset(child.mates), cause, child), now)
+        max_restarts = child.budget.max_restarts
+        spent = f"its budget of {max_restarts} restarts is spent" if max_restarts else "is never restarted"
+        return self._do_without(child, child.name, f"{cause} and {spent}")
 
-    def _do_without(self, child: _Child, culprit: str, what: str) -> list[Instruction]:
+    def _do_without(self, child: _Child, culprit: str, cause: str) -> list[Instruction]:
         """A child will never run again: its role continues without it, or the run fails."""
         if child.is_given_up or self.is_over:
             return []
         role = child.role.spec
-        stays = [one for one in child.role.children.values() if not (one.is_given_up or one.is_retiring)]
-        num_left = len(stays) - (child in stays)
+        staying = [mate for mate in child.role.children.values() if not (mate.is_given_up or mate.is_retiring)]
+        num_left = len(staying) - (child in staying)
         needed = role.quorum or (1 if child.came_later else len(child.role.children))
         if role.is_gang or num_left < needed:
-            return self._fail(culprit, what, BUDGET_SPENT)
+            return self._fail(culprit, cause, BUDGET_SPENT)
         child.is_given_up = True
         if not child.is_alive and not child.is_over:
             child.move("give-up")
-        return [GiveUp(child.name, what, num_left, needed)]
+        return [GiveUp(child.name, cause, num_left, needed)]
 
     def _fail(self, culprit: str, reason: str, exit_code: int) -> list[Instruction]:
-        found = self._find(culprit)
-        if found is not None and found.state == "exited":
-            found.move("give-up")
+        child = self._find(culprit)
+        if child is not None and child.state == "exited":
+            child.move("give-up")
         self.stop()
         return [FailRun(culprit, reason, exit_code)]
 
     # -- ending, and what comes after ----------------------------------------------------------------------------
 
     def _begin(self, ending: _Ending, now: float) -> list[Instruction]:
-        for other in [e for e in self._endings if e.scope <= ending.scope]:
-            self._endings.remove(other)
+        for swallowed in [other for other in self._endings if other.scope <= ending.scope]:
+            self._endings.remove(swallowed)
         self._endings.append(ending)
         is_gentle, drained, ended = ending.then != "restart", list[_Child](), list[_Child]()
         for child in reversed(self._all(ending.scope)):
@@ -535,22 +535,22 @@ class Supervisor:
         attempts = tuple(self._attempts[child.name] for child in children)
         return Restart(_names(children), attempts, delay_s, ending.reason, budget)
 
-    def _ending_of(self, child: str) -> _Ending | None:
-        return next((ending for ending in self._endings if child in ending.scope), None)
+    def _ending_of(self, name: str) -> _Ending | None:
+        return next((ending for ending in self._endings if name in ending.scope), None)
 
     def _all(self, among: Collection[str] | None = None) -> list[_Child]:
         """Those that there are, in start order."""
-        every = (child for role in self._roles.values() for child in role.children.values())
-        return [child for child in every if among is None or child.name in among]
+        children = (child for role in self._roles.values() for child in role.children.values())
+        return [child for child in children if among is None or child.name in among]
 
     def _find(self, name: str) -> _Child | None:
         return next((child for child in self._all() if child.name == name), None)
 
     def _child(self, name: str) -> _Child:
-        found = self._find(name)
-        if found is None:
+        child = self._find(name)
+        if child is None:
             raise SupervisionError(f"no child is named {name!r}; there are {', '.join(_names(self._all()))}")
-        return found
+        return child
 
 
 def _names(children: Iterable[_Child]) -> tuple[str, ...]:

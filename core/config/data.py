@@ -92,13 +92,13 @@ def parse_sources(value: str | tuple[str, ...]) -> tuple[Source, ...]:
     """One name or several; empty for an empty text. Raises ValueError, naming the one of several that is wrong."""
     if isinstance(value, str):
         return (parse_source(value),) if value else ()
-    found: list[Source] = []
-    for one in value:
+    sources: list[Source] = []
+    for text in value:
         try:
-            found.append(parse_source(one))
+            sources.append(parse_source(text))
         except ValueError as error:
-            raise ValueError(f'"{one}": {error}') from error
-    return tuple(found)
+            raise ValueError(f'"{text}": {error}') from error
+    return tuple(sources)
 
 
 def check_sources(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -189,8 +189,8 @@ def _day(value: object) -> object:
 
 
 def _template_arguments(value: Table) -> Table:
-    if taken := sorted(set(TEMPLATE_NAMES) & value.keys()):
-        raise ValueError(f"must not hold {', '.join(taken)}: those are the run's to say")
+    if reserved := sorted(set(TEMPLATE_NAMES) & value.keys()):
+        raise ValueError(f"must not hold {', '.join(reserved)}: those are the run's to say")
     return check_json(value)
 
 
@@ -293,8 +293,8 @@ class DataSettings(RowColumns, frozen=True):
         inherits = source.preset in ("", self.preset)
         columns = {key: getattr(source, key) or (getattr(self, key) if inherits else "") for key in _COLUMN_KEYS}
         preset, system = source.preset or self.preset, source.system or self.system
-        own: dict[str, Any] = {"train": source.path, "sources": {}, "preset": preset, "system": system}
-        return self.model_copy(update={**own, **columns, "max_passes": max_passes})
+        fields: dict[str, Any] = {"train": source.path, "sources": {}, "preset": preset, "system": system}
+        return self.model_copy(update={**fields, **columns, "max_passes": max_passes})
 
 
 def plain_conflicts(rows: DataSettings | RowSource, place: str) -> Iterator[Conflict]:
@@ -421,8 +421,10 @@ class RewardSettings(Section, frozen=True):
         if not self.functions:
             return {"": self}
         return {
-            name: self.alone(of.fn or name, pattern=of.pattern, args=of.args).model_copy(update={"scope": of.scope})
-            for name, of in self.functions.items()
+            name: self.alone(function.fn or name, pattern=function.pattern, args=function.args).model_copy(
+                update={"scope": function.scope}
+            )
+            for name, function in self.functions.items()
         }
 
     def named_functions(self) -> Iterator[tuple[str, str]]:
@@ -434,12 +436,12 @@ class RewardSettings(Section, frozen=True):
         """Functions without their arguments, and keys that do not go together."""
         for name, part in self.parts().items():
             place = f"functions.{name}." if name else ""
-            own = f'is for a function of your own or "remote": "{part.fn}" judges one answer by itself'
+            whose = f'is for a function of your own or "remote": "{part.fn}" judges one answer by itself'
             yield from clashes(
                 (part.fn == "regex" and not part.pattern, f"{place}pattern", 'fn = "regex" needs a pattern'),
                 (part.fn in ("remote", "judge") and part.workers, "workers",
                  f'must be 0: fn = "{part.fn}" is asked by the rollout actor itself'),
-                (part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote", f"{place}scope", own),
+                (part.scope == "group" and part.fn in REWARD_BUILTINS and part.fn != "remote", f"{place}scope", whose),
             )  # fmt: skip
         yield from self._several_conflicts() if self.functions else ()
         end, buffer = self.overlong_tokens, self.overlong_buffer
@@ -454,16 +456,16 @@ class RewardSettings(Section, frozen=True):
             (other and self.choose_by and other not in functions, "choose_else",
              f"is none of reward.functions; {suggest(other, tuple(functions))}"),
         )  # fmt: skip
-        for name, of in functions.items():
+        for name, function in functions.items():
             above = next((other for other in functions if name.startswith(f"{other}/")), "")
             if not FUNCTION_NAME.fullmatch(name) or name in (OVERLONG, WHOLE):
-                words = "a function's name is 1 to 32 letters, digits, '_', '-' or '/', no sign first"
-                yield Conflict(f"functions.{name}", f'{words}, and not "{OVERLONG}" or "{WHOLE}"')
+                rule = "a function's name is 1 to 32 letters, digits, '_', '-' or '/', no sign first"
+                yield Conflict(f"functions.{name}", f'{rule}, and not "{OVERLONG}" or "{WHOLE}"')
             elif above:
                 yield Conflict(f"functions.{name}", f'is named like a part of "{above}": choose another name')
-            elif not of.fn and name not in REWARD_BUILTINS:
+            elif not function.fn and name not in REWARD_BUILTINS:
                 yield Conflict(f"functions.{name}.fn", f'must be set: "{name}" is no built-in reward')
-        if not any(of.weight for of in functions.values()):
+        if not any(function.weight for function in functions.values()):
             yield Conflict(
                 f"functions.{next(iter(functions))}.weight", "so every reward is 0: give one of them a weight"
             )
@@ -528,7 +530,7 @@ class JudgeSettings(Section, frozen=True):
 
     def conflicts(self) -> Iterator[Conflict]:
         """What could never give a score."""
-        unknown = next((one for one in re.findall(r"\{(\w+)\}", self.template) if one not in JUDGE_FIELDS), "")
+        unknown = next((name for name in re.findall(r"\{(\w+)\}", self.template) if name not in JUDGE_FIELDS), "")
         yield from clashes(
             ("{answer}" not in self.template, "template", "has no {answer}: the judge would not see it"),
             (unknown, "template", f"has {{{unknown}}}; {suggest(unknown, JUDGE_FIELDS)}"),
@@ -612,13 +614,13 @@ class EvalSettings(Section, frozen=True):
         called ""."""
         if self.data:
             return {"": ("eval.data", self.data)}
-        return {name: (f"eval.sets.{name}.path", one.path) for name, one in sorted(self.sets.items())}
+        return {name: (f"eval.sets.{name}.path", settings.path) for name, settings in sorted(self.sets.items())}
 
     def named_functions(self) -> Iterator[tuple[str, str]]:
         """Every key of the run file that names a set's own reward function, and what it says."""
-        for name, one in sorted(self.sets.items()):
-            if one.reward:
-                yield f"eval.sets.{name}.reward", one.reward
+        for name, settings in sorted(self.sets.items()):
+            if settings.reward:
+                yield f"eval.sets.{name}.reward", settings.reward
 
     relations = (f"data needs !sets: {_NO_NAME}",)
 

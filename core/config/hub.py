@@ -61,19 +61,19 @@ class HubName:
     def of(cls, kind: Kind, text: str) -> Self:
         """Raises ValueError for what is no such name."""
         match = FORMS[kind].fullmatch(text.removeprefix(HUB).removeprefix(DATASETS if kind == "dataset" else ""))
-        found = {key: value or "" for key, value in match.groupdict().items()} if match else {}
-        parts, file = found.pop("parts", ""), found.get("file", "")
-        revision = found["revision"] = unquote(found.get("revision", ""))
+        fields = {key: value or "" for key, value in match.groupdict().items()} if match else {}
+        parts, file = fields.pop("parts", ""), fields.get("file", "")
+        revision = fields["revision"] = unquote(fields.get("revision", ""))
         if match is None or "@[" in file or not revision.isprintable() or BACK & {*f"{file}/{revision}".split("/")}:
             more = "org/name@revision" if kind == "model" else "datasets/org/name@revision:config:split"
             raise ValueError(f"a name of the hub must look like {HUB}{more}")
-        return cls(kind, parts=tuple(filter(None, parts.split(":"))), **found)
+        return cls(kind, parts=tuple(filter(None, parts.split(":"))), **fields)
 
     def __str__(self) -> str:
         is_plain = self.kind == "model" or SPECIAL.fullmatch(self.revision)
-        where = f"@{quote(self.revision, safe='+/' if is_plain else '+')}" if self.revision else ""
-        rest = f"/{self.file}" if self.file else "".join(f":{part}" for part in self.parts)
-        return f"{HUB}{DATASETS if self.kind == 'dataset' else ''}{self.repo}{where}{rest}"
+        revision = f"@{quote(self.revision, safe='+/' if is_plain else '+')}" if self.revision else ""
+        place = f"/{self.file}" if self.file else "".join(f":{part}" for part in self.parts)
+        return f"{HUB}{DATASETS if self.kind == 'dataset' else ''}{self.repo}{revision}{place}"
 
 
 def hub_text(text: str, kind: Kind, folder: Path) -> str:

@@ -95,10 +95,11 @@ def in_order(findings: Iterable[Finding], files: Sequence[str]) -> tuple[Finding
     """Errors first; file by file and line by line, flags last; each once."""
     order = {file: number for number, file in enumerate(files)}
 
-    def rank(one: Finding) -> tuple[bool, int, int]:
-        return (one.severity == "warning", order.get(one.origin.place, len(files)), one.origin.line)
+    def rank(finding: Finding) -> tuple[bool, int, int]:
+        origin = finding.origin
+        return (finding.severity == "warning", order.get(origin.place, len(files)), origin.line)
 
-    return tuple(sorted({(one.severity, str(one)): one for one in findings}.values(), key=rank))
+    return tuple(sorted({(finding.severity, str(finding)): finding for finding in findings}.values(), key=rank))
 
 
 PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -106,8 +107,8 @@ PLAIN_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def _problem(path: KeyPath, cause: str, origin: KeyOrigin, shown: str = "") -> Finding:
     """`shown`: the value as text; empty when there is none to show."""
-    what = ".".join(map(_key, path))
-    message, _, remedy = f"{what}{f' = {shown}' if shown else ''}{': ' if what else ''}{cause}".partition(" -- ")
+    key = ".".join(map(_key, path))
+    message, _, remedy = f"{key}{f' = {shown}' if shown else ''}{': ' if key else ''}{cause}".partition(" -- ")
     return Finding(".".join(path), ConfigError(message, remedy=remedy), origin=origin)
 
 
@@ -133,11 +134,11 @@ def load_config(
     word is text). Raises ConfigError with every problem found: file and line, dotted path, value, cause, suggestion.
     """
     files = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    found = inspect_config(files, overrides, text=text)
-    if found.config is not None:
-        return found.config
+    inspected = inspect_config(files, overrides, text=text)
+    if inspected.config is not None:
+        return inspected.config
     names = [str(file) for file in files]
-    problems = [str(problem) for problem in in_order(found.problems, names)]
+    problems = [str(problem) for problem in in_order(inspected.problems, names)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     raise ConfigError("\n  ".join((f"{', '.join(names)}: {len(problems)} problems", *problems)))
@@ -158,9 +159,7 @@ def inspect_config(
     run = as_table(layers.table.setdefault("run", {}))
     if run is not None:
         run["dir"] = run.get("dir") or str(Path.cwd() / "runs")
-    agent = as_table(layers.table.get("agent")) or {}
-    if agent.get("command") and not agent.get("dir"):  # of an override
-        agent["dir"] = str(Path(files[0]).absolute().parent)
+    _set_agent_dir(layers.table, Path(files[0]))  # of a command in an override
     config = layers.check() if layers.is_whole else None
     return Inspected(None if layers.problems else config, tuple(layers.problems), layers.origins)
 
@@ -186,9 +185,7 @@ class _Layers:
         if text.startswith(HEADER):
             _from_earlier(table)
         _rename(table, partial(_resolved, folder=file.absolute().parent))
-        agent = as_table(table.get("agent")) or {}
-        if agent.get("command") and not agent.get("dir"):
-            agent["dir"] = str(file.absolute().parent)
+        _set_agent_dir(table, file)
         _merge(self.table, table)
         for key, line in key_lines(text, table).items():
             self.origins.by_path[key] = KeyOrigin(str(file), line)
@@ -200,12 +197,12 @@ class _Layers:
         if path is None:
             self.problems.append(_problem((), "must look like section.key=value", origin))
             return
-        _, found, left = find(RunConfig, path)
-        form = None if found is None else found.annotation
-        takes_text = (form is str and not left) or (form == dict[str, str] and len(left) == 1)
+        _, field, keys_below = find(RunConfig, path)
+        form = None if field is None else field.annotation
+        takes_text = (form is str and not keys_below) or (form == dict[str, str] and len(keys_below) == 1)
         try:
             value = _override_value(shown, takes_text)
-            is_free = bool(left) and form == Table
+            is_free = bool(keys_below) and form == Table
             if is_free and value == shown and shown.lower() in ("true", "false"):
                 raise ValueError("write true or false in small letters, or the text in quotes")
         except ValueError as error:
@@ -217,7 +214,7 @@ class _Layers:
         table_made_at(nested, path[:-1])[path[-1]] = value
         _rename(nested, partial(_resolved, folder=Path.cwd()))
         if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
-            _remove(self.table, path)
+            (table_at(self.table, path[:-1]) or {}).pop(path[-1], None)
         _merge(self.table, nested)
         self.origins.by_path = {path[:length]: origin for length in range(1, len(path))} | self.origins.by_path
         self.origins.by_path[path] = origin
@@ -232,15 +229,15 @@ class _Layers:
     def _problems_of(self, error: ValidationError) -> list[Finding]:
         """All problems of the validation, in the order of the sections; one per path, with its value as the user wrote
         it, or the default that was used."""
-        found: dict[KeyPath, str] = {}
+        causes: dict[KeyPath, str] = {}
         for detail in error.errors(include_url=False):
             for path, cause in _causes_of(detail, self.table):
-                earlier = found.setdefault(path, cause)
+                earlier = causes.setdefault(path, cause)
                 if cause not in earlier:  # a value with several allowed forms fails once per form
-                    found[path] = f"{earlier}, or {cause.removeprefix('must be ')}"
+                    causes[path] = f"{earlier}, or {cause.removeprefix('must be ')}"
         return [
             _problem(path, cause, self.origins.of(path), "" if cause.startswith(MISSING) else _shown(path, self.table))
-            for path, cause in found.items()
+            for path, cause in causes.items()
         ]
 
 
@@ -254,8 +251,8 @@ def _shown(path: KeyPath, table: Table) -> str:
     above = table_at(table, path[:-1])
     if above is not None and path[-1] in above:
         return "" if isinstance(above[path[-1]], dict) else value_text(above[path[-1]])
-    _, found, rest = find(RunConfig, path)
-    return "" if found is None or rest or found.is_required() else f"{value_text(found.default)} (default)"
+    _, field, keys_below = find(RunConfig, path)
+    return "" if field is None or keys_below or field.is_required() else f"{value_text(field.default)} (default)"
 
 
 def value_text(value: object) -> str:
@@ -268,24 +265,24 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
     path, kind, context = _file_path(detail["loc"], table), detail["type"], detail.get("ctx", {})
     if kind == CONFLICTS:
         conflicts: tuple[Conflict, ...] = context["conflicts"]
-        return [((*path, *one.path.split(".")), one.cause) for one in conflicts]
+        return [((*path, *conflict.path.split(".")), conflict.cause) for conflict in conflicts]
     if kind == "extra_forbidden":
         if path == METRICS_PORT:
             return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]
-        what = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
-        return [(path, f"is not a known {what}{_odd_character(path[-1])}; {_meant(path)}")]
+        noun = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
+        return [(path, f"is not a known {noun}{_odd_character(path[-1])}; {_meant(path)}")]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
         return _missing(path)
     return [(path, _cause(detail))]
 
 
 def _missing(path: KeyPath) -> Causes:
-    section, found, _ = find(RunConfig, path)
-    if found is None:  # the whole table is missing: name the keys that it must have
-        required = [(*path, key) for key, info in keys_of(section).items() if info.is_required()]
-        return [cause for one in required for cause in _missing(one)]
-    about = re.split(r"[.:;](?:\s|$)", " ".join((found.description or "").split()))[0]
-    return [(path, f"{MISSING}{about}")]
+    section, field, _ = find(RunConfig, path)
+    if field is None:  # the whole table is missing: name the keys that it must have
+        keys = [key for key, info in keys_of(section).items() if info.is_required()]
+        return [cause for key in keys for cause in _missing((*path, key))]
+    meaning = re.split(r"[.:;](?:\s|$)", " ".join((field.description or "").split()))[0]
+    return [(path, f"{MISSING}{meaning}")]
 
 
 def _file_path(location: tuple[int | str, ...], table: Table) -> KeyPath:
@@ -345,15 +342,15 @@ def _odd_character(text: str) -> str:
 
 def _meant(path: KeyPath) -> str:
     """What an unknown key may be: one of its section, or one that is spelt so in another."""
-    known, key = keys_of(find(RunConfig, path)[0]), path[-1]
+    keys, key = keys_of(find(RunConfig, path)[0]), path[-1]
     places = [place for place, _ in walk(RunConfig) if place[-1] == key and len(place) > 1 and ANY_NAME not in place]
     places = [place for place in places if place[-2:] == path[-2:]] or places
-    if nearest(key, known) is None and len(path) > 1:
+    if nearest(key, keys) is None and len(path) > 1:
         if key in RunConfig.model_fields:
             return f"did you mean the table [{key}]?"
         if 0 < len(places) <= 3:
             return f"there is {' and '.join(map('.'.join, places))}"
-    return suggest(key, known)
+    return suggest(key, keys)
 
 
 METRICS_PORT = ("monitor", "prometheus_port")
@@ -371,24 +368,18 @@ def _from_earlier(table: Table) -> None:
 # -- files and flags ---------------------------------------------------------------------------------------------------
 
 
-def _remove(table: Table, path: KeyPath) -> bool:
-    above = table_at(table, path[:-1])
-    return above is not None and above.pop(path[-1], table) is not table
-
-
 def _unreadable(file: Path, text: str, error: Exception) -> Finding:
     place, line = str(file), 0
     if isinstance(error, tomllib.TOMLDecodeError):
         match = DECODE_PLACE.search(str(error))
         line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
         column = f", column {match[2]}" if match and match[2] else ""
-        said = DECODE_PLACE.sub("", str(error))
+        cause = f"is not TOML{column}: {DECODE_PLACE.sub('', str(error))}"
         if match and match[2]:
-            rest = text.split("\n")[line - 1][int(match[2]) - 1 :]
-            said += _odd_character(re.split("[ \t]", rest)[0])
-        if said.startswith("Invalid value"):
-            said += " -- write text in quotes, lists in [...], true and false in small letters"
-        cause = f"is not TOML{column}: {said}"
+            code = text.split("\n")[line - 1][int(match[2]) - 1 :]
+            cause += _odd_character(re.split("[ \t]", code)[0])
+        if "Invalid value" in cause:
+            cause += " -- write text in quotes, lists in [...], true and false in small letters"
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
     elif isinstance(error, FileNotFoundError):
@@ -445,6 +436,12 @@ def _merge(base: Table, layer: Mapping[str, Any]) -> None:
             base[key] = copy.deepcopy(value)
 
 
+def _set_agent_dir(table: Table, file: Path) -> None:
+    agent = as_table(table.get("agent")) or {}
+    if agent.get("command") and not agent.get("dir"):
+        agent["dir"] = str(file.absolute().parent)
+
+
 Rename = Callable[[str, Meaning, KeyPath], str | tuple[str, ...]]
 """From what a text of the run file names, and its key, to what it shall say; several in place of one of `sources`."""
 
@@ -455,9 +452,9 @@ def with_named(config: RunConfig, rename: Rename) -> RunConfig:
 
     def renamed(text: str, meaning: Meaning, key: KeyPath) -> str | tuple[str, ...]:
         nonlocal is_other
-        found = rename(text, meaning, key)
-        is_other |= found != text
-        return found
+        name = rename(text, meaning, key)
+        is_other |= name != text
+        return name
 
     table = config.model_dump(by_alias=True)
     _rename(table, renamed)
@@ -471,8 +468,8 @@ def _rename(table: Table, rename: Rename, above: KeyPath = ()) -> None:
         below = as_table(value)
         if below is not None:
             _rename(below, rename, path)
-        _, field, left = find(RunConfig, path)
-        for mark in field.metadata if field is not None and not left else ():
+        _, field, keys_below = find(RunConfig, path)
+        for mark in field.metadata if field is not None and not keys_below else ():
             if isinstance(mark, Means):
                 table[key] = _renamed(value, mark.meaning, path, rename)
 
@@ -481,13 +478,13 @@ def _renamed(value: Any, meaning: Meaning, key: KeyPath, rename: Rename) -> Any:
     names, is_tuple = as_table(value), isinstance(value, tuple)
     array = list(value) if is_tuple else as_array(value)
     if array is not None and meaning in ("sources", "code"):
-        several: list[Any] = []
-        for one in array:
-            found = _renamed(one, meaning, key, rename)
-            several += found if isinstance(found, tuple) else [found]
-        return tuple(several) if is_tuple else several
+        new_names: list[Any] = []
+        for name in array:
+            new_name = _renamed(name, meaning, key, rename)
+            new_names += new_name if isinstance(new_name, tuple) else [new_name]
+        return tuple(new_names) if is_tuple else new_names
     if names is not None and meaning == "code":
-        return {_renamed(name, meaning, key, rename): one for name, one in names.items()}
+        return {_renamed(name, meaning, key, rename): options for name, options in names.items()}
     if not isinstance(value, str) or not value or (meaning == "sources" and value.startswith(ENVIRONMENT)):
         return value
     return rename(value, meaning, key)
@@ -523,7 +520,7 @@ _KEY = re.compile(rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*=")
 def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
     """Line (from 1) of every table header and key of a text that is valid TOML and says `table`; the first mention
     counts. Keys of an inline table are where it is."""
-    found: dict[KeyPath, int] = {}
+    lines: dict[KeyPath, int] = {}
     prefix: KeyPath = ()
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         is_header, key = line.lstrip().startswith("["), _KEY.match(line)
@@ -538,8 +535,8 @@ def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
             first = len(path) if is_header else len(prefix) + 1  # the tables of a dotted key begin with it
             prefix = path if is_header else prefix
             for length in range(first, len(path) + 1):
-                found.setdefault(path[:length], number)
-    return found
+                lines.setdefault(path[:length], number)
+    return lines
 
 
 HEADER = "# Resolved configuration of a run: every value, defaults included. `myxa up` takes it as it is.\n"
@@ -563,9 +560,9 @@ def toml_value(value: object) -> str:
     """One value in TOML's spelling; raises TypeError for what TOML cannot say."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
-        return "{" + ", ".join(f"{_key(key)} = {toml_value(one)}" for key, one in table.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in table.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_value(one) for one in cast("Sequence[object]", value)) + "]"
+        return "[" + ", ".join(toml_value(item) for item in cast("Sequence[object]", value)) + "]"
     if isinstance(value, (dt.datetime, dt.date, dt.time)):
         return value.isoformat()
     if isinstance(value, float):

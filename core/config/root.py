@@ -198,19 +198,20 @@ class RunConfig(Section, frozen=True):
         for path, value in values.items():
             section, _, key = path.partition(".")
             changed.setdefault(section, {})[key] = value
-        new, found = self, list[Conflict]()
-        for section, given in changed.items():
+        new, conflicts = self, list[Conflict]()
+        for section, values_here in changed.items():
             part = cast("Section", getattr(new, names[section]))
-            new = new.model_copy(update={names[section]: part.model_copy(update=given)})
+            new = new.model_copy(update={names[section]: part.model_copy(update=values_here)})
             try:
-                type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields} | given)
+                type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields} | values_here)
             except ValidationError as error:
-                for one in error.errors():
-                    inner = one.get("ctx", {}).get(CONFLICTS) or [Conflict(".".join(map(str, one["loc"])), one["msg"])]
-                    found += [Conflict(f"{section}.{conflict.path}", conflict.cause) for conflict in inner]
-        found += [*broken(new, RELATIONS), *new.conflicts()]
-        found += [conflict for conflict in broken(new, LIVE_RELATIONS) if conflict.path in values]
-        return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in found)
+                for detail in error.errors():
+                    path = ".".join(map(str, detail["loc"]))
+                    inner = detail.get("ctx", {}).get(CONFLICTS) or [Conflict(path, detail["msg"])]
+                    conflicts += [Conflict(f"{section}.{conflict.path}", conflict.cause) for conflict in inner]
+        conflicts += [*broken(new, RELATIONS), *new.conflicts()]
+        conflicts += [conflict for conflict in broken(new, LIVE_RELATIONS) if conflict.path in values]
+        return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
 
     def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
         """Every key that names data files, and what it says."""
@@ -225,17 +226,17 @@ class RunConfig(Section, frozen=True):
 
     def of_model(self, name: str) -> RunConfig:
         """A run whose policy is that of `[models.NAME]`: for what serves it, and for checks."""
-        one, rollout = self.models[name], self.rollout
+        model, rollout = self.models[name], self.rollout
         sampling = RolloutSettings(
-            temperature=one.temperature, max_new_tokens=one.max_new_tokens, deterministic=rollout.deterministic
+            temperature=model.temperature, max_new_tokens=model.max_new_tokens, deterministic=rollout.deterministic
         )
-        template = {"apply_chat_template": True, "chat_template_kwargs": one.chat_template_kwargs}
+        template = {"apply_chat_template": True, "chat_template_kwargs": model.chat_template_kwargs}
         # With the policy's seed a copy of it would say what it says.
         seed = self.run.seed + 1 + zlib.crc32(name.encode()) % 100_000
         return self.model_copy(update={
-            "run": self.run.model_copy(update={"seed": seed}), "model": ModelSettings(path=one.path),
-            "engine": one.engine, "sglang": one.sglang, "rollout": sampling,
-            "roles": self.roles.model_copy(update={"rollout": one}), "weights": WeightSettings(channel="disk"),
+            "run": self.run.model_copy(update={"seed": seed}), "model": ModelSettings(path=model.path),
+            "engine": model.engine, "sglang": model.sglang, "rollout": sampling,
+            "roles": self.roles.model_copy(update={"rollout": model}), "weights": WeightSettings(channel="disk"),
             "data": self.data.model_copy(update=template), "eval": EvalSettings(), "memory": MemorySettings(),
             "megatron": self.megatron.model_copy(update={"routing_replay": False}), "lora": LoraConfig(),
         })  # fmt: skip
@@ -291,17 +292,17 @@ def _algo_kind(table: Mapping[str, object]) -> object:
 
 def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What rows must have, and environments that have rows."""
-    data, known = config.data, config.environments
-    kind, asked = config.algo.kind, ("eval.sets", "gateway.eval_requests", "memory.share")
-    asked += () if config.algo.learns_pairs else ("eval.data",)
+    data, environments = config.data, config.environments
+    kind, engine_keys = config.algo.kind, ("eval.sets", "gateway.eval_requests", "memory.share")
+    engine_keys += () if config.algo.learns_pairs else ("eval.data",)
     is_given, is_sft = config.algo.is_given, kind == "sft"
     yield from clashes(
         (is_given and data.difficulty_low != data.difficulty_high, "data.difficulty_high",
          f'must be equal to data.difficulty_low: algo.kind = "{kind}" has no rewards to judge prompts by'),
         (is_given and data.is_recorded, "data.preset",
          f'is for groups with rewards, and algo.kind = "{kind}" has none'),
-        *((not config.generates and Term.of(key).holds(config), key,
-           "needs an engine that generates, and this run has none") for key in asked),
+        *((not config.generates and Term.parse(key).holds(config), key,
+           "needs an engine that generates, and this run has none") for key in engine_keys),
     )  # fmt: skip
     for name, part in data.parts().items():
         place = f"data.sources.{name}" if name else "data"
@@ -313,33 +314,33 @@ def _data_conflicts(config: RunConfig) -> Iterator[Conflict]:
             (part.margin_key and kind != "reward", f"{place}.margin_key", 'is for algo.kind = "reward"'),
             (is_pairs != learns, f"{place}.preset", f'must{" not" * is_pairs} be "pairs" for algo.kind = "{kind}"'),
         )
-    for name, one in config.eval.sets.items() if not data.apply_chat_template else ():
-        yield from plain_conflicts(one, f"eval.sets.{name}.")
+    for name, eval_set in config.eval.sets.items() if not data.apply_chat_template else ():
+        yield from plain_conflicts(eval_set, f"eval.sets.{name}.")
     for key, value in config.data_files():
         for name in filter(None, (source.environment for source in parse_sources(value))):
-            near = nearest(name, known)
+            near = nearest(name, environments)
             yield from clashes(
-                (name not in known, key,
+                (name not in environments, key,
                  f'there is no [environments.{name}]{f"; did you mean {near}?" if near else ""}'),
-                (name in known and known[name].kind not in KINDS_WITH_ROWS, key,
+                (name in environments and environments[name].kind not in KINDS_WITH_ROWS, key,
                  f'has no rows of its own: name a file; those of {" and ".join(KINDS_WITH_ROWS)} have'),
                 (data.preset != "slime", "data.preset", 'must be "slime": rows of an environment are laid out so'),
             )  # fmt: skip
 
 
 def _reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    kind, is_given, rollout, named = config.algo.kind, config.algo.is_given, config.rollout, [*config.named_rewards()]
+    kind, is_given, rollout, rewards = config.algo.kind, config.algo.is_given, config.rollout, [*config.named_rewards()]
     is_single, yields_none = rollout.num_samples < 2, not is_given and rollout.workflow in WORKFLOW_BUILTINS
     yield from clashes(
         (not is_given and is_single and config.algo.needs_groups, "rollout.num_samples",
          f'must be at least 2: algo.kind = "{kind}" compares the samples of a group'),
         (not is_given and is_single and not config.algo.needs_groups and config.algo.group_filter == "zero_variance",
          "algo.group_filter", 'would leave out every group of one sample; use "none"'),
-        (config.judge != JudgeSettings() and all(fn != "judge" for _, fn in named), "reward.fn",
+        (config.judge != JudgeSettings() and all(fn != "judge" for _, fn in rewards), "reward.fn",
          'must be "judge", or that of a set or one of several, for the table judge'),
         *((yields_none and fn == "workflow", key,
            f'needs a workflow of your own: rollout.workflow = "{rollout.workflow}" says no reward')
-          for key, fn in named),
+          for key, fn in rewards),
     )  # fmt: skip
 
 
@@ -406,8 +407,8 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (attach and num_actors and num_actors != len(attach), "engine.attach",
          f"names {len(attach)} servers for {num_actors} rollout actors; each has one of its own: make them as many"),
         (limit and config.rollout.max_new_tokens >= limit, "rollout.max_new_tokens", no_room),
-        *((limit and one.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens", no_room)
-          for name, one in config.eval.sets.items()),
+        *((limit and eval_set.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens", no_room)
+          for name, eval_set in config.eval.sets.items()),
     )  # fmt: skip
 
 
@@ -448,11 +449,11 @@ def _group_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (is_paired and config.replays_rollout, "megatron.routing_replay",
          f'must not be "rollout" with {PAIRED}: those do not tell the experts of prompts; use true'),
     )  # fmt: skip
-    said = set(_server_conflicts(config))
+    of_run = set(_server_conflicts(config))
     for shape in shapes if groups else ():
         yield from owned_conflicts(groups[shape.key.split(".")[2]].sglang, shape.key)
         view, table = config.of_server(shape), shape.table
-        for path, cause in (one for one in _server_conflicts(view) if one not in said):
+        for path, cause in (conflict for conflict in _server_conflicts(view) if conflict not in of_run):
             yield Conflict(path.replace("sglang.", f"{shape.key}."), cause.replace("sglang.", f"{shape.key}."))
         is_paired = shape.kind != "regular"
         yield from clashes(
@@ -496,23 +497,23 @@ def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Names, places, and for each what an engine of the run's own cannot be."""
     placed = {f"roles.{role}": config.roles[role] for role in ("trainer", "rollout")}
     served = {url.rstrip("/"): "engine.attach" for url in config.engine.attach}
-    named = f"a model's name is 1 to 32 lower-case letters, digits, '_' or '-', a letter first, and not {POLICY}"
-    for name, one in config.models.items():
+    name_rule = f"a model's name is 1 to 32 lower-case letters, digits, '_' or '-', a letter first, and not {POLICY}"
+    for name, model in config.models.items():
         key = f"models.{name}"
         yield from clashes(
-            (not MODEL_NAME.fullmatch(name) or name == POLICY, key, named),
-            (one.nodes == "*", f"{key}.nodes", "must name the nodes"),
+            (not MODEL_NAME.fullmatch(name) or name == POLICY, key, name_rule),
+            (model.nodes == "*", f"{key}.nodes", "must name the nodes"),
         )
-        for other, of in placed.items():
-            shared = sorted(set(one.device_ids) & set(of.device_ids))
-            meet = "*" in (one.nodes, of.nodes) or set(one.nodes) & set(of.nodes)
+        for other, role in placed.items():
+            shared = sorted(set(model.device_ids) & set(role.device_ids))
+            meet = "*" in (model.nodes, role.nodes) or set(model.nodes) & set(role.nodes)
             cause = f"names GPU {', '.join(map(str, shared))}, as {other}.devices does: each needs its own"
             yield from clashes((shared and meet, f"{key}.devices", cause))
-        placed[key] = one
-        for url in {url.rstrip("/") for url in one.engine.attach} & set(served):
+        placed[key] = model
+        for url in {url.rstrip("/") for url in model.engine.attach} & set(served):
             cause = f"names {url}, as {served[url]} does: that server would change under one of them"
             yield Conflict(f"{key}.engine.attach", cause)
-        served |= {url.rstrip("/"): f"{key}.engine.attach" for url in one.engine.attach}
+        served |= {url.rstrip("/"): f"{key}.engine.attach" for url in model.engine.attach}
         as_policy = config.of_model(name)
         for path, cause in (*broken(as_policy, ENGINE_RELATIONS), *_engine_conflicts(as_policy)):
             yield Conflict(model_key(name, path), model_key(name, cause))
@@ -530,8 +531,8 @@ def _weight_conflicts(config: RunConfig) -> Iterator[Conflict]:
         (channel == "nccl" and shared and rollout.nodes == trainer.nodes, "weights.channel",
          f'cannot join two processes on GPU {", ".join(map(str, shared[:1]))}; use "cuda_ipc"'),
         *((is_so and urlsplit(url).hostname not in LOCAL_HOSTS, f"weights.{key}",
-           f"must be {wanted} with engine.attach = {url}: a server on another host does not see its actor's folders")
-          for key, is_so, wanted in (("full_every", config.weights.full_every > 1, "1"),
+           f"must be {value} with engine.attach = {url}: a server on another host does not see its actor's folders")
+          for key, is_so, value in (("full_every", config.weights.full_every > 1, "1"),
                                      ("channel", channel == "tcp", 'another than "tcp"'))
           for url in config.engine.attach),
     )  # fmt: skip
@@ -582,13 +583,13 @@ def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
     warmup, wsd = optimizer.warmup_steps, optimizer.wsd_decay_steps
     # lag <= (N + W - 2) // B with N >= B slots, so W = eta * B + 1 is the widest window that any N allows.
     widest = settings.max_staleness * config.algo.batch_size + 1
-    whole = f"the whole run of {updates} optimizer updates"
+    run_length = f"the whole run of {updates} optimizer updates"
     return clashes(
         (is_endless and any(part.max_passes == 0 for part in config.data.parts().values()), "run.num_steps",
          "makes a run that never ends: set it, run.max_wall_s, run.stop_reward or data.max_passes"),
-        (run.num_steps and ends_here and warmup >= updates, "optimizer.warmup_steps", f"is as long as {whole}"),
+        (run.num_steps and ends_here and warmup >= updates, "optimizer.warmup_steps", f"is as long as {run_length}"),
         (run.num_steps and ends_here and warmup < updates < warmup + wsd, "optimizer.wsd_decay_steps",
-         f"and optimizer.warmup_steps are longer than {whole}"),
+         f"and optimizer.warmup_steps are longer than {run_length}"),
         (critic.enabled and 0 < run.num_steps <= critic.warmup_steps, "critic.warmup_steps",
          f"is as long as the whole run of {run.num_steps} steps: the policy would never be trained"),
         (settings.policy == "pace" and settings.window > widest, "async.window",

@@ -623,8 +623,7 @@ class EngineSettings(Section, frozen=True):
 
     def shapes(self, sglang: Mapping[str, Any]) -> tuple[ServerShape, ...]:
         """Each shape once."""
-        found = {shape.key: shape for servers in self.actors(sglang) for shape in servers}
-        return tuple(found.values())
+        return tuple({shape.key: shape for servers in self.actors(sglang) for shape in servers}.values())
 
 
 class FrozenModelSettings(RolloutRole, frozen=True):

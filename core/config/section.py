@@ -50,7 +50,7 @@ class Term(NamedTuple):
     is_denied: bool
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """The term that is written so."""
         key, equals, values = text.partition("=")
         return cls(key.strip("!"), tuple(values.split(",")) if equals else (), "!" in key)
@@ -60,13 +60,13 @@ class Term(NamedTuple):
         value, default = value_at(section, self.key)
         return (_word(value) in self.values if self.values else value != default) != self.is_denied
 
-    def said(self, section: Section, is_found: bool = False) -> str:
+    def describe(self, section: Section, is_found: bool = False) -> str:
         """What it asks for; `is_found`: the value that it has found."""
         value: Any = value_at(section, self.key)[0]
         name = f"the table {self.key}" if isinstance(value, (Section, dict)) else self.key
-        words = [_word(value)] if self.values and is_found else self.values
+        values = [_word(value)] if self.values and is_found else self.values
         quote = '"' if isinstance(value, (str, tuple)) else ""
-        shown = " or ".join(f"{quote}{word}{quote}" for word in words)
+        shown = " or ".join(f"{quote}{word}{quote}" for word in values)
         return f"{name} {'other than' if self.is_denied and not is_found else '='} {shown}" if shown else name
 
 
@@ -81,7 +81,7 @@ def _relation(line: str) -> tuple[bool, list[Term], list[Term], str]:
     relation, _, reason = line.partition(": ")
     left, verb, right = re.split(" (needs|for) ", relation)
     wants, offers = (left, right) if verb == "needs" else (right, left)
-    return verb == "needs", [*map(Term.of, wants.split())], [*map(Term.of, offers.split())], reason
+    return verb == "needs", [*map(Term.parse, wants.split())], [*map(Term.parse, offers.split())], reason
 
 
 def broken(section: Section, relations: Iterable[str]) -> Iterator[Conflict]:
@@ -93,12 +93,12 @@ def broken(section: Section, relations: Iterable[str]) -> Iterator[Conflict]:
     causes: dict[str, list[str]] = {}
     for line in relations:
         is_first, wants, offers, reason = _relation(line)
-        if any(one.holds(section) for one in offers):
+        if any(offer.holds(section) for offer in offers):
             continue
         verb = "does not go with" if offers[0].is_denied and not offers[0].values else "needs"
-        asks = f"{verb} {' or '.join(one.said(section) for one in offers)}{': ' if reason else ''}{reason}"
-        for want in (one for one in wants if one.holds(section)):
-            key, cause = (want.key, asks) if is_first else (offers[0].key, f"{want.said(section, True)} {asks}")
+        asks = f"{verb} {' or '.join(offer.describe(section) for offer in offers)}{': ' if reason else ''}{reason}"
+        for want in filter(lambda term: term.holds(section), wants):
+            key, cause = (want.key, asks) if is_first else (offers[0].key, f"{want.describe(section, True)} {asks}")
             causes.setdefault(key, []).append(cause)
     return (Conflict(key, "; and ".join(all_of_it)) for key, all_of_it in causes.items())
 
@@ -199,8 +199,8 @@ def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
         return value
     near = nearest(value, builtins)
     hint = f'; did you mean "{near}"?' if near else ""
-    known = f"one of {', '.join(builtins)}, or " if builtins else ""
-    raise ValueError(f"must be {known}module:function, or file.py:function{hint}")
+    choices = f"one of {', '.join(builtins)}, or " if builtins else ""
+    raise ValueError(f"must be {choices}module:function, or file.py:function{hint}")
 
 
 def check_pattern(value: str) -> str:
@@ -287,13 +287,13 @@ class Section(BaseModel, frozen=True):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        large = [key for key, one in self if isinstance(one, int) and one.bit_length() > MAX_BITS]
-        found = tuple(Conflict(key, f"must be a number of at most {MAX_BITS} bits") for key in large)
-        found = found or (*broken(self, self.relations), *self.conflicts())
-        if found:
-            text = "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in found)
+        large = [key for key, value in self if isinstance(value, int) and value.bit_length() > MAX_BITS]
+        conflicts = tuple(Conflict(key, f"must be a number of at most {MAX_BITS} bits") for key in large)
+        conflicts = conflicts or (*broken(self, self.relations), *self.conflicts())
+        if conflicts:
+            text = "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
             # The text goes in through the context: pydantic would read braces in a template as its own.
-            raise PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": found})
+            raise PydanticCustomError(CONFLICTS, "{text}", {"text": text, "conflicts": conflicts})
         return self
 
 
@@ -375,7 +375,7 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
     """The keys of a section as they are written in a file; its own before those that it shares with others."""
-    fields = sorted(section.model_fields.items(), key=lambda one: one[0] not in section.__annotations__)
+    fields = sorted(section.model_fields.items(), key=lambda item: item[0] not in section.__annotations__)
     return {field.alias or name: field for name, field in fields}
 
 
@@ -388,23 +388,23 @@ def walk(section: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath
         below = section_of(field)
         if below is not None:
             yield from walk(below, path)
-        named = named_section_of(field)
-        if named is not None:
-            yield from walk(named, (*path, ANY_NAME))
+        named_section = named_section_of(field)
+        if named_section is not None:
+            yield from walk(named_section, (*path, ANY_NAME))
 
 
 def find(section: type[Section], path: Sequence[str]) -> tuple[type[Section], FieldInfo | None, KeyPath]:
     """The innermost section on the way of `path`, its field (None: unknown, or the section itself), what is left."""
-    at = 0
-    while at < len(path):
-        field = keys_of(section).get(path[at])
+    position = 0
+    while position < len(path):
+        field = keys_of(section).get(path[position])
         if field is None:
-            return section, None, tuple(path[at:])
-        below, named = section_of(field), named_section_of(field)
-        at += 1
-        if named is not None and at < len(path):
-            below, at = named, at + 1
+            return section, None, tuple(path[position:])
+        below, named_section = section_of(field), named_section_of(field)
+        position += 1
+        if named_section is not None and position < len(path):
+            below, position = named_section, position + 1
         if below is None:
-            return section, field, tuple(path[at:])
+            return section, field, tuple(path[position:])
         section = below
     return section, None, ()

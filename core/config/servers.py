@@ -51,8 +51,8 @@ class ServerShape:
 
     def size(self, *names: str) -> int:
         """The product of these sizes; one that is left out, or no number, is 1."""
-        found = [self.table.get(name, 1) for name in names]
-        return math.prod(max(size, 1) for size in found if isinstance(size, int))
+        sizes = [self.table.get(name, 1) for name in names]
+        return math.prod(max(size, 1) for size in sizes if isinstance(size, int))
 
 
 OWNED: Mapping[str, str] = {
