@@ -55,6 +55,7 @@ TOKEN = re.compile(
 """What is between words (comments, redirections, here-documents), an array, the end of a statement, or a word."""
 PIECES, IN_QUOTES = re.compile(PIECE, re.DOTALL), re.compile(rf"\\.|{DOLLAR}", re.DOTALL)
 ALL_OF_ARRAY = re.compile(r""""?\$\{(\w+)\[[@*]\]\}"?""")
+ALL_OF_CALLER = re.compile(r""""?\$(?:[@*]|\{[@*][^}]*\})"?""")
 PARAMETER = re.compile(r"(\w+)(?:(:?)[-=](.*))?", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OPENS = ("if", "for", "while", "until", "case", "select")
@@ -64,6 +65,8 @@ DEPTHS = {
     **dict.fromkeys(("export", "declare", "local", "readonly"), 0),
 }  # fmt: skip
 """Words before a command -> the blocks that they open."""
+CHANGE = re.compile(r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:[-+*/%]?=|\+\+|--$)")
+"""What `((...))` and an array's element set."""
 OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
 
 
@@ -207,6 +210,9 @@ class Script:
                 self.found.remark(self.line, f"the array {array[1]} is made in another file or a block: not read")
             self._counted("".join(word.value for word in words or []))
             return words or []
+        if ALL_OF_CALLER.fullmatch(text):
+            self.found.remark(self.line, f"{text} adds what the script's caller says: not known here")
+            return []
         made = PIECES.sub(self._piece, text)
         return [Given(piece, self.line) for piece in made.split(SPLIT) if made or text[0] != "$"]
 
@@ -233,6 +239,8 @@ class Script:
         value = self.variables.get(named[1]) if named else None
         if named and named[3] is not None and not (value or (value == "" and not named[2])):
             value = PIECES.sub(self._piece, named[3]).replace(SPLIT, " ")
+            if named[0].startswith((f"{named[1]}:=", f"{named[1]}=")) and not self.depth:
+                self.variables[named[1]] = value
         return self._counted(value) if value is not None else f"${{{name}}}" if name else "$"
 
     def _counted(self, value: str) -> str:
@@ -265,6 +273,9 @@ def _words_for(program: re.Pattern[str], is_argument: re.Pattern[str], found: Gi
         if words[0].value in OTHER_CODE or [word.value for word in words[1:2]] == ["in"]:
             script.variables |= {word.value: f"${{{word.value}}}" for word in words}
             found.remark(words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known")
+        elif change := CHANGE.match(" ".join(word.value for word in words)):
+            script.variables[change[1]] = f"${{{change[1]}}}"
+            found.remark(words[0].line, f"{change.string:.80}: what that sets is not known")
         elif place is None:
             plain += words if is_argument.match(words[0].value) else ()
         elif found.program:

@@ -89,7 +89,9 @@ class Migration:
         fresh = [name for name in fits if name not in self.seen]
         if row.only_if and (row.only_if not in given or scalar(given[row.only_if].value) is not True):
             self.seen.update((row.only_if, *row.names))
-        elif not row.key:
+            return
+        self.seen.update({row.only_if} & set(given))
+        if not row.key:
             for name in fresh:
                 self.says("gone" if given[name].value is None else row.how, [name], row.remark)
             if row.names == ("@",):

@@ -86,6 +86,34 @@ def test_a_script_of_slime(tmp_path: Path) -> None:
     assert "s3cr3t" not in one.text()
 
 
+def test_arguments_of_the_caller_add_no_value_and_counting_makes_a_variable_unknown(tmp_path: Path) -> None:
+    text = """N=4
+((N*=2))
+M=1
+((M++))
+L[0]=9
+: "${K:=6}"
+python3 train.py --hf-checkpoint /m --num-rollout $N --lr ${M} --eps-clip ${L} --rollout-seed $K --rollout-batch-size 32 "$@"
+"""
+    one, table = made("slime", text, tmp_path)
+    assert table["algo"]["batch_size"] == 32 and table["run"]["seed"] == 6
+    assert "num_steps" not in table["run"] and table["optimizer"]["lr"] == 1e-6
+    said = "\n".join(one.lists["said"])
+    assert all(word in said for word in ("N*=2", "M++", "L[0]=9", '"$@" adds what the script')), said
+
+
+def test_a_switch_that_was_taken_over_is_not_said_to_have_no_counterpart(tmp_path: Path) -> None:
+    buffer = "reward_model.overlong_buffer"
+    text = f"""python3 -m verl.trainer.main_ppo actor.use_kl_loss=True actor.kl_loss_coef=0.01 data.max_response_length=900 \\
+  reward_model.reward_manager=dapo {buffer}.enable=True {buffer}.len=90 algorithm.adv_estimator=grpo rollout.n=4
+"""
+    one, table = made("verl", text, tmp_path)
+    assert table["algo"]["kl_coef"] == 0.01
+    assert table["reward"] == {"overlong_tokens": 900, "overlong_buffer": 90, "overlong_penalty": 1}
+    listed = "\n".join(line for lines in one.lists.values() for line in lines)
+    assert "use_kl_loss" not in listed and f"{buffer}.enable" not in listed
+
+
 def test_async_slime_on_gpus_of_its_own(tmp_path: Path) -> None:
     text = "python train_async.py --hf-checkpoint /m --num-rollout 5 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
     _, table = made("slime", text, tmp_path)
