@@ -206,6 +206,10 @@ class RunningGroup:
         ]
 
     @property
+    def is_held_out(self) -> bool:
+        return self.assignment.attempt < 0
+
+    @property
     def samples(self) -> tuple[Sample, ...]:
         """Those with at least one token, finished or not."""
         return tuple(one for member in self.members for one in member.samples if one.response_ids.size)
@@ -253,6 +257,7 @@ class GroupRunner:
         self.sums = defaultdict[str, float](float)
         """Since they were cleared last: tokens, samples, truncated."""
         self._seconds = dict[Doing, float].fromkeys(DOINGS, 0.0)
+        self._held_out_s = 0.0
         """Of rollouts that are over, by what they did."""
         self._lasted: dict[Doing, deque[float]] = {kind: deque(maxlen=MAX_LASTED) for kind in DOINGS}
         """Seconds of the newest stretches."""
@@ -502,30 +507,33 @@ class GroupRunner:
         for member in group.members:
             for kind, spent_s in member.timeline.seconds().items():
                 self._seconds[kind] += spent_s
+                self._held_out_s += spent_s * group.is_held_out
             for one in member.timeline.stretches:
                 self._lasted[one.kind].append(one.ended_s - one.began_s)
 
     def seconds(self) -> dict[str, float]:
         """Of all rollouts since the actor began, by what they did: "rollouts/generate" and so on; of their calls of
-        reward workers "rewards/queue" and so on."""
-        whole = dict(self._seconds)
+        reward workers "rewards/queue" and so on; "held-out/rollouts" is the part of those for an evaluation."""
+        whole, held_out_s = dict(self._seconds), self._held_out_s
         for group in self._running.values():
             for member in group.members:
                 for kind, spent_s in member.timeline.seconds().items():
                     whole[kind] += spent_s
+                    held_out_s += spent_s * group.is_held_out
         calls = {f"rewards/{what}": spent_s for what, spent_s in self.scorer.seconds().items()}
-        return {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()} | calls
+        rollouts = {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
+        return rollouts | calls | {"held-out/rollouts": held_out_s}
 
     def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
         now_s, found = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
         for group in self._running.values():
-            prompt, is_held_out = group.prompt, group.assignment.attempt < 0
+            prompt = group.prompt
             for member in group.members:
                 doing, timeline = member.timeline.doing, member.timeline
                 since_s = 0.0 if doing is None else now_s - doing.began_s
                 now = RolloutNow(
                     actor=actor, group_id=prompt.group_id, index=member.index, row=prompt.row, source=prompt.source,
-                    is_held_out=is_held_out, turn=timeline.turn, doing="" if doing is None else doing.label,
+                    is_held_out=group.is_held_out, turn=timeline.turn, doing="" if doing is None else doing.label,
                     since_s=since_s, began_s=now_s - timeline.began_s,
                 )  # fmt: skip
                 is_outside = doing is not None and not doing.is_at_engine

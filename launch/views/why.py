@@ -22,8 +22,8 @@ from .numbers import clean, duration, name_order, percent, short, time_parts
 from .run_files import NEWEST, RunFiles
 
 Bound = Literal[
-    "unknown", "starting", "disk", "paused", "filter", "generation", "concurrency", "reward", "environment", "data",
-    "training", "weights", "capacity", "memory", "none",
+    "unknown", "starting", "disk", "paused", "filter", "evaluation", "generation", "concurrency", "reward",
+    "environment", "data", "training", "checkpoint", "weights", "capacity", "memory", "none",
 ]  # fmt: skip
 Shares = Mapping[str, Mapping[str, float]]
 """Actor -> kind, or "kind/part" -> share of its time (0..1)."""
@@ -31,9 +31,11 @@ Shares = Mapping[str, Mapping[str, float]]
 NOTABLE = 0.25
 AT_LIMIT = "compute/generate at limit"
 """Rollout actors generate, and may not take more groups at once."""
-ROLLOUTS, REWARDS, CPU = "rollouts/", "rewards/", "cpu/"
+ROLLOUTS, REWARDS, CPU, HELD_OUT = "rollouts/", "rewards/", "cpu/", "held-out/"
 """Prefixes of seconds that are no part of their actor's: of its rollouts, of its calls of reward workers (see
-`Guarded.seconds`), and of its threads (see `ProcessorTime`)."""
+`Guarded.seconds`), of its threads (see `ProcessorTime`), and of rollouts for evaluations."""
+FIRST_EVALUATION = "other/start, first engine"
+"""Part of the leader's time: engines have no weights yet, or evaluate them (eval.at_start)."""
 _ENGINE = ("generate", "engine")
 MAX_UNDER_WAY = 100
 START = "other/start"
@@ -52,6 +54,8 @@ REMEDIES: Mapping[Bound, str] = {
     "paused": "`myxa resume`",
     "filter": "`myxa samples` shows answers with their rewards: mend the reward if right answers are worth nothing, "
     'else take easier prompts, or a run with algo.kind = "sft" before, or harder prompts where all are right',
+    "evaluation": "a larger eval.every, or smaller eval.num_prompts and eval.num_samples; `myxa scale rollout=N` where "
+    "cores or GPUs are left",
     "generation": "`myxa scale rollout=N` where cores or GPUs are left, shorter answers (`myxa set max_new_tokens=N`), "
     "or a faster engine",
     "concurrency": "`myxa set concurrency=N`: the engines have room for more groups at once (rollout.max_groups)",
@@ -62,6 +66,7 @@ REMEDIES: Mapping[Bound, str] = {
     "data": "more data, or `myxa resume RUN --set data.max_passes=0`; if the data is there, `myxa logs buffer`",
     "training": "`myxa set max_tokens_per_microbatch=N` where memory allows; more trainer ranks, fewer mini-batches, "
     "or rollout devices for the trainer",
+    "checkpoint": "a larger trainer.checkpoint_every, or trainer.async_save = true",
     "weights": "`myxa set weights_every=N`, a faster weights.channel, or fewer and larger steps (algo.batch_size)",
     "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
@@ -205,12 +210,17 @@ def _judged(shares: Shares, facts: Facts) -> Reason:
     rollouts = {name: left for name, kinds in shares.items() if _role(name) == "rollout"
                 and (left := without_start(kinds))}  # fmt: skip
     trainer = without_start(shares.get(leader, {}))
+    held_out = _held_out_share(rollouts)
     if leader and not trainer:
-        return Reason(bound="starting", sentence=f"{leader} is starting: no verdict yet")
+        is_first = held_out and shares[leader].get(FIRST_EVALUATION, 0.0) >= NOTABLE
+        what = "waits for the evaluation of the first weights (eval.at_start)" if is_first else "is starting"
+        return Reason(bound="starting", sentence=f"{leader} {what}: no verdict yet")
     if not leader or not rollouts:
         sentence = "nothing can be said yet: no time was measured for the trainer or the rollout actors"
         return Reason(bound="unknown", sentence=sentence)
-    kinds = {kind for actor in rollouts.values() for kind in actor if not kind.startswith((ROLLOUTS, REWARDS, CPU))}
+    kinds = {
+        kind for actor in rollouts.values() for kind in actor if not kind.startswith((ROLLOUTS, REWARDS, CPU, HELD_OUT))
+    }
     team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
     who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
     if (share := max(trainer.get("paused", 0.0), team.get("paused", 0.0))) >= 0.5:
@@ -227,6 +237,10 @@ def _judged(shares: Shares, facts: Facts) -> Reason:
     if wait != "wait-data":
         return _waits(leader, trainer, wait)
     reason = _thrown_away(leader, trainer, facts) or _starved_trainer(leader, trainer, who, team, facts)
+    if held_out >= 0.5 and reason.bound in _OF_ROLLOUTS:
+        waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
+        sentence = f"{waits}: evaluation is the bottleneck ({percent(held_out)} of the time of rollouts)"
+        return _verdict("evaluation", sentence, reason.share)
     calls = _summed(rollouts, REWARDS)
     if reason.bound != "reward" or calls["messages"] <= calls["function"]:
         return reason
@@ -248,6 +262,12 @@ def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
     return kept
 
 
+def _held_out_share(rollouts: Shares) -> float:
+    """Of the time of rollouts, that of rollouts for evaluations."""
+    whole = sum(_summed(rollouts, ROLLOUTS).values())
+    return _summed(rollouts, HELD_OUT)["rollouts"] / whole if whole else 0.0
+
+
 def leader_of(shares: Shares) -> str:
     """The lowest trainer rank that was measured: other ranks wait for it and would blame the wrong one."""
     ranks = [name for name, kinds in shares.items() if _role(name) == "trainer" and kinds]
@@ -262,6 +282,11 @@ def _busy_trainer(
     if slowest >= _UNEVEN:
         sentence = f"{works}, and a tenth of its newest steps takes {percent(slowest)} of that: they are the bottleneck"
         return Reason(bound="training", sentence=sentence, remedy=_UNEVEN_STEPS, share=slowest)
+    for bound, (what, *parts) in _NO_TRAINING.items():
+        share = sum(trainer.get(f"compute/{part}", 0.0) for part in parts)
+        if share >= NOTABLE:
+            sentence = f"{leader} spends {percent(share)} of the time on {what}: that is the bottleneck"
+            return _verdict(bound, sentence, share)
     idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
     if team.get(idle, 0.0) < NOTABLE:
         sentence = f"well balanced: {works}, {_verb(who, 'compute')} {_pct(team, 'compute')}"
@@ -327,6 +352,8 @@ _CAUSES: dict[Bound, str] = {
     "weights": "weight adoption is the bottleneck ({wait} for weights {share})",
     "data": "the rollout actors have nothing to do ({wait} for prompts {share})",
 }
+_OF_ROLLOUTS: tuple[Bound, ...] = ("generation", "concurrency", "reward", "environment")
+"""Causes of which evaluations may have the larger part."""
 _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
 
 
@@ -343,6 +370,11 @@ def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Reason:
     return Reason(bound="capacity", sentence=sentence, remedy=remedy, share=share)
 
 
+_NO_TRAINING: Mapping[Bound, tuple[str, ...]] = {
+    "checkpoint": ("checkpoints", "checkpoint", "copy checkpoint", "finish checkpoint", "export"),
+    "weights": ("publishing weights", "publish"),
+}
+"""What takes a trainer's time while it computes: its name, and the parts of the time."""
 _REASONS = {
     "wait-capacity": "for the trainer to catch up",
     "wait-data": "for work",

@@ -47,6 +47,11 @@ CASES: list[tuple[Bound, Shares]] = [
                                  "wait-data": 0.1})),
     ("generation", two({"compute": 0.1, "wait-data": 0.3, "other": 0.6, "other/start": 0.6},
                        {"compute": 0.4, "other": 0.6, "other/start": 0.4, "other/start, engine": 0.2})),
+    ("checkpoint", two(BUSY | {"compute/train": 0.5, "compute/checkpoint": 0.2, "compute/copy checkpoint": 0.1}, HALF)),
+    ("weights", two(BUSY | {"compute/train": 0.7, "compute/publish": 0.3}, HALF)),
+    ("evaluation", two(HUNGRY, BUSY | {"rollouts/engine": 6.0, "rollouts/reward": 2.0, "held-out/rollouts": 5.0})),
+    ("generation", two(HUNGRY, BUSY | {"rollouts/engine": 6.0, "rollouts/reward": 2.0, "held-out/rollouts": 3.0})),
+    ("data", two(HUNGRY, {"wait-data": 1.0, "wait-data/draw": 1.0, "rollouts/engine": 1.0, "held-out/rollouts": 1.0})),
     ("starting", two({"other": 1.0, "other/start": 0.99}, {"other": 1.0, "other/start": 1.0})),
     ("none", two({"compute": 0.9, "wait-data": 0.1}, {"compute": 0.88, "wait-data": 0.12})),
     ("paused", two({"wait-data": 0.8, "paused": 0.2}, {"paused": 0.95, "compute": 0.05})),
@@ -69,6 +74,13 @@ def test_the_sentence_names_who_waits_how_long_and_for_what() -> None:
     sentence = judge(ON_REWARD, Facts()).sentence
     for word in ("trainer/0", "70 %", "reward", "rollout/0", "80 %"):
         assert word in sentence
+
+
+def test_a_trainer_that_waits_for_the_first_evaluation_is_not_said_to_start() -> None:
+    first = {"other": 1.0, "other/start": 0.1, "other/start, first engine": 0.9}
+    evaluates = BUSY | {"rollouts/engine": 1.0, "held-out/rollouts": 1.0}
+    assert "waits for the evaluation of the first weights" in judge(two(first, evaluates), Facts()).sentence
+    assert "trainer/0 is starting" in judge(two(first, BUSY), Facts()).sentence
 
 
 def test_the_leader_is_asked_and_not_the_ranks_that_wait_for_it() -> None:
