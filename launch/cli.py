@@ -9,6 +9,7 @@ A command imports what it needs when it runs: the command line starts in millise
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from .. import __version__
-from ..core.errors import ConfigError, MyxaError
+from ..core.errors import ConfigError, DiskRefused, MyxaError
 from .commands import knobs, offline, processes, run_life, runs, views
 from .commands.parser import Command, Parser, mistaken_command, mistaken_flag
 
@@ -91,6 +92,7 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; with the process's own arguments it ends with one that is not 0."""
+    _open_standard_streams()
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -114,7 +116,7 @@ def _run(arguments: list[str]) -> int:
         if unknown:
             raise ConfigError(mistaken_flag(parser, arguments, unknown))
         options.words, options.parser = arguments, parser
-        return options.run(options)
+        return _run_command(options)
     except MyxaError as error:
         return _tell(error, is_json=is_json)
     except ModuleNotFoundError as error:
@@ -124,7 +126,14 @@ def _run(arguments: list[str]) -> int:
 
         return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
     except OSError as error:
-        return _tell(_of_a_file(error), is_json=is_json)
+        told = _of_a_file(error)
+        return _tell(told, is_json=is_json and not isinstance(told, DiskRefused))
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    status = options.run(options)
+    sys.stdout.flush()
+    return status
 
 
 def make_parser() -> Parser:
@@ -147,6 +156,13 @@ def _tell(error: MyxaError, *, is_json: bool) -> int:
     return error.exit_code
 
 
+def _open_standard_streams() -> None:
+    """A program that starts commands may have closed them; a socket that got such a number would get what is said."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
+
+
 def _write_all_letters(file: TextIO) -> None:
     """A terminal that lacks a letter is no reason to end: it gets a plainer one."""
     if isinstance(file, io.TextIOWrapper) and not file.encoding.lower().startswith("utf"):
@@ -155,12 +171,17 @@ def _write_all_letters(file: TextIO) -> None:
         file.reconfigure(errors=PLAIN)
 
 
-def _of_a_file(error: OSError) -> ConfigError:
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
+def _of_a_file(error: OSError) -> MyxaError:
     """Of a file that a command was to read or write, and of which nothing nearer knows more. Raises what is no such."""
     try:
         Path.cwd()
     except OSError:
         return ConfigError("the current folder is gone", remedy="change into one that is there")
+    if error.filename is None and error.errno in FULL:
+        return DiskRefused(f"standard output: {error.strerror}", remedy="what it holds is cut off: make room there")
     if error.filename is not None and error.strerror:
         return ConfigError(f"{error.filename}: {error.strerror}", remedy="check the path, its rights and its disk")
     raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TextIO
 
 FIRST_S = 1.0
@@ -29,7 +30,8 @@ class Waiting:
 
     def say(self, text: str) -> None:
         if not self._is_quiet:
-            print(text, file=self._file, flush=True)
+            with suppress(OSError):  # a reader that is gone or a full disk: the answer itself will say it
+                print(text, file=self._file, flush=True)
 
     def __enter__(self) -> Waiting:
         self._thread.start()

@@ -212,4 +212,4 @@ def _figures(figures: dict[str, float | None] | None) -> Iterator[str]:
     """A line for each that is known."""
     for name, value in (figures or {}).items():
         if value is not None:
-            yield f"{name.replace('_', ' '):<28} {f'{value:,}' if isinstance(value, int) else value}"
+            yield f"{name.replace('_', ' '):<28} {value:{',.4g' if isinstance(value, float) else ','}}"

@@ -161,7 +161,7 @@ def _add_engine(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model")
     parser.add_argument("--openai", action="store_true", help="by OpenAI's and Anthropic's API (always)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="its port (any free one)")
+    parser.add_argument("--port", type=at_least(0, 65535), default=0, metavar="PORT", help="its port (any free one)")
     parser.add_argument("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time")
     parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="threads for torch (%(default)s)")
     add_json_flag(parser)

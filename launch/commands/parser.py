@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -168,7 +169,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
     """For argparse: what reads such a number. Raises ArgumentTypeError."""
 
     def read(text: str) -> int:
@@ -176,8 +177,9 @@ def at_least(least: int) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        if not least <= value <= most:
+            until = "on" if most == math.inf else f"to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} {until}")
         return value
 
     return read

@@ -156,7 +156,9 @@ def _join(options: argparse.Namespace) -> int:
 
 def _add_demo(demo: Parser) -> None:
     demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help="seed of model, data and sampling (%(default)s)")
+    demo.add_argument(
+        "--seed", type=at_least(0), default=0, metavar="N", help="seed of model, data and sampling (%(default)s)"
+    )
     demo.add_argument("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)")
     demo.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)")
     demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")

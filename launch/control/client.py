@@ -20,7 +20,7 @@ import msgspec
 from ...core import errors
 from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
 from ...core.files import write_durably
-from ..run_dir import CONFIG, is_run_folder
+from ..run_dir import CONFIG, LOCK, RunDir, is_run_folder
 from ..runtime_dir import PREFIX, short_base
 from .verbs import BY_NAME, HOST, SPARE_S
 
@@ -110,6 +110,11 @@ def _named(named: Path) -> ControlNote:
             f"{named} is no run directory: there is no {CONFIG} in it",
             remedy="name the folder that `myxa up` printed, one of those in run.dir",
         )
+    if (named / LOCK).exists() and not RunDir(named).is_held:
+        remedy = (
+            f"`myxa resume {shlex.quote(str(named))}` continues it; why, ps, logs, samples and report read its files"
+        )
+        raise LaunchError(f"the run in {named} cannot be spoken to: it is over", remedy=remedy)
     why = "its launcher is gone" if note is not None else "it is over, or has control.socket = false, or is elsewhere"
     raise LaunchError(f"the run in {named} cannot be spoken to: {why}", remedy="do this on the host of `myxa up`")
 

@@ -129,12 +129,12 @@ def run_demo(options: DemoOptions) -> int:
 
 def warm_up(options: DemoOptions) -> RunEnd:
     """Make model and data, run the supervised stage; if it was not stopped, `<folder>/sft/export` is the warm model."""
+    link = options.folder / "sft"
+    link.unlink(missing_ok=True)  # of an earlier demo
     with Waiting("making model and rows", sys.stdout, is_quiet=options.is_quiet):
         prepare(options.folder, options.seed)
     result = _launch(options, "sft", [], ())
     if result.run_dir is not None and result.version == _config(options, "sft").run.num_steps:
-        link = options.folder / "sft"
-        link.unlink(missing_ok=True)
         link.symlink_to(result.run_dir.name)
     return result
 

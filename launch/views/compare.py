@@ -38,9 +38,11 @@ class RunRow:
 
 
 def runs_of(folder: Path) -> list[RunRow]:
-    """Its runs, the newest first. Raises ConfigError if it is no folder."""
+    """Its runs, the newest first, or that run itself. Raises ConfigError if it is no folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory", remedy="name a folder of runs, e.g. runs")
+    if is_run_folder(folder):
+        return [_glance(folder.resolve())]
     found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and is_run_folder(path)]
     return sorted((_glance(path) for path in found), key=lambda row: row.started_wall_s, reverse=True)
 

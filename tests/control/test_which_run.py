@@ -81,6 +81,11 @@ def test_the_run_here_that_is_over_goes_before_a_live_one_elsewhere(
     main(["samples"])
     assert f"run mine-1 in {over} is over" in capsys.readouterr().err
     assert find_run(None).run_dir == str(live_note), "of what only a live run answers"
+    with pytest.raises(LaunchError, match="it is over, or has"):
+        find_run(over)
+    (over / ".launcher.lock").touch()
+    with pytest.raises(LaunchError, match="it is over -- `myxa resume "):
+        find_run(over)
 
 
 def test_an_answer_of_another_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

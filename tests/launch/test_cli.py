@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ import pytest
 
 from myxa import __version__
 from myxa.actors.models.tiny import make_tiny_model
+from myxa.core.errors import MyxaError
 from myxa.launch import worker
 from myxa.launch.cli import main
+from myxa.launch.demo.run import DemoOptions, run_demo
 from myxa.launch.waiting import Waiting
 
 
@@ -32,6 +35,8 @@ from myxa.launch.waiting import Waiting
         (["plan", "run.toml", "--brief"], "plan does not take --brief -- `myxa plan --help` shows what it takes"),
         (["up", "run.toml", "--start-timeout", "x"], "'x' is not a number of seconds"),
         (["logs", "all", "-n", "x"], "argument -n/--lines: 'x' is no whole number from 0 on"),
+        (["engine", "serve", "m", "--port", "65536"], "'65536' is no whole number from 0 to 65535"),
+        (["demo", "--seed", "-1"], "'-1' is no whole number from 0 on"),
         (["scale", "rollout=-1"], "'rollout=-1': write ROLE=N with a whole number"),
         (["xyzzy"], "there are: up, launch, demo, "),
     ],
@@ -175,3 +180,29 @@ def test_processes_of_torchrun_start_no_run_each(capsys, monkeypatch, tmp_path: 
         monkeypatch.setenv(name, value)
     assert main([verb, str(tmp_path / "run.toml")]) == 2
     assert "8 processes would start a whole run each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["migrate", "verl"], ["ls", ".", "--json"], ["completion", "bash"], ["plan", "x"]])
+def test_a_full_disk_behind_stdout_is_named_and_ends_the_command(words: list[str], tmp_path: Path):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "myxa.launch", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            cwd=tmp_path, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "myxa: standard output: No space left on device -- " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_standard_streams_that_were_closed_are_open_and_hold_no_other_file(tmp_path: Path):
+    show = "import os; print(*(os.readlink(f'/proc/self/fd/{n}') for n in range(3)), file=open('there', 'w'))"
+    code = f"from myxa.launch.cli import main; main(['ls', '.']); {show}"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=60, check=False).returncode == 0
+    assert (tmp_path / "there").read_text().split() == ["/dev/null"] * 3
+
+
+def test_a_warm_model_of_an_earlier_demo_is_not_taken_for_this_ones(tmp_path: Path):
+    (tmp_path / "sft").symlink_to("sft-of-an-earlier-demo")
+    with pytest.raises(MyxaError):
+        run_demo(DemoOptions(folder=tmp_path, ranks=1025, is_quiet=True))
+    assert not (tmp_path / "sft").is_symlink()

@@ -231,6 +231,7 @@ def test_ls_names_the_runs_of_a_folder(folder: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"first +finished +40 +0\.9", capsys.readouterr().out)
     assert main(["ls", str(folder), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
+    assert [row.name for row in runs_of(folder / "latest")] == ["second"], "a run that is named itself"
     assert main(["ls", str(folder / "nowhere")]) == ConfigError.exit_code
 
 
