@@ -122,6 +122,10 @@ class Listener:
         except OSError as error:
             if of.port or not kept.port:
                 await self._runner.cleanup()
+                if isinstance(error, socket.gaierror):
+                    raise ConfigError(
+                        f"{of.host}: {error.strerror}", remedy="name an address of this machine"
+                    ) from error
                 raise ConfigError(f"{of.key} = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
             _log.warning("port %d, which this gateway had before, is taken: it gets another one", kept.port)
             await self._listen(0)

@@ -175,7 +175,7 @@ def _devices(text: str) -> str:
 class RoleSettings(Section, frozen=True):
     """One role: how many actors, where, with which interpreter, and how failures are met."""
 
-    count: PositiveInt = 1
+    count: Annotated[int, Field(ge=1, le=1024)] = 1
     """Actors on each of `nodes`."""
     nodes: Literal["*"] | IntTuple = (0,)
     """Node numbers on which the actors run, or "*" for every node."""

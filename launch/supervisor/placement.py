@@ -136,10 +136,11 @@ def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
     devices = settings.device_ids
     actors: list[ActorSpec] = []
     for group_rank, node in enumerate(nodes):
+        first = 0
         for local in range(settings.count):
             index = node if role == "memory" else group_rank * settings.count + local
-            first = sum(map(started.num_devices, range(local)))
             own = devices[first : first + started.num_devices(local)]
+            first += started.num_devices(local)
             rank = RankSpec(
                 gang=role, rank=index, world_size=len(nodes) * settings.count, local_rank=local,
                 local_world_size=settings.count, group_rank=group_rank,
