@@ -345,6 +345,10 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNo
     if version_in(root) >= 0 and not root.exists():
         raise TrainError(f"there is no checkpoint {root}", remedy=OTHERS_ONE)
     holder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
+    if root.is_file():
+        raise TrainError(f"{root} is a file, not a checkpoint", remedy=f"name the folder that it is in: {root.parent}")
+    if (root / "config.json").is_file():
+        raise TrainError(f"{root} is a model folder, not a checkpoint", remedy="begin with it by model.path")
     newest, passed = newest_whole(holder, why_not, reads_all=reads_all)
     if newest is None:
         found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"

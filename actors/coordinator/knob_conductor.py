@@ -11,7 +11,7 @@ before a resumed run's first work; a value that was changed in the run file sinc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -44,6 +44,10 @@ TELL_TRIES = 4
 
 NOT_ASKED = ("who", "reason", "dry_run")
 """Fields of a request that the audit log has elsewhere, or never."""
+
+
+LENGTHS = frozenset({"num_steps", "epochs", "minibatches", "decay_steps", "min_lr_ratio"})
+"""Knobs of the trainer by which updates come after the end of a schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +235,7 @@ class KnobConductor:
             return ChangeReply(epoch=0, at=0, moves=(), warnings=self._nothing_to_change(request)), ()
         not_before = request.not_before if draft.decision.numbered else 0
         at = order.at or max(draft.earliest(roster, self._version()), not_before)
-        remarks = (*await self._judged(draft, at), *self._comes_too_late(draft, at))
+        remarks = (*await self._judged(draft, at), *self._remarks(draft, at))
         reply = ChangeReply(epoch=0, at=at, moves=draft.moves, warnings=remarks)
         if request.dry_run:
             return reply, ()
@@ -256,11 +260,17 @@ class KnobConductor:
         back = (f"{n} still goes back {due[n]}: `myxa undo` it, then set it again" for n in request.values if n in due)
         return ("nothing to change: these are the values", *back)
 
-    def _comes_too_late(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
-        """A warning where the run ends before the number that values are for."""
-        last = int(self.newest("num_steps", self.run.options.run.num_steps))
-        last = int(draft.decision.values.get("num_steps") or last)
-        return (f"the run ends with step {last}: it does not come to {at}",) if 0 < last <= at else ()
+    def _remarks(self, draft: ChangeDraft, at: int) -> Iterator[str]:
+        """What the operator may not expect of values that are allowed."""
+        decided, file = draft.decision.values, self._file
+        num_steps = int(decided.get("num_steps") or self.newest("num_steps", self.run.options.run.num_steps))
+        if 0 < num_steps <= at:
+            yield f"the run ends with step {num_steps}: it does not come to {at}"
+        if file is not None and not LENGTHS.isdisjoint(decided):
+            new = file.with_values(draft.file_values)
+            end = new.optimizer.rate_is_zero_from(file.policy_updates)
+            if 0 < end < new.policy_updates:
+                yield f"the learning rate is 0 from update {end} of {new.policy_updates} on: set decay_steps too"
 
     async def _judged(self, draft: ChangeDraft, at: int) -> tuple[str, ...]:
         """What owners say that know more of their values than the run file. Raises ConfigError for a refusal."""

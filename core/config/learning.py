@@ -460,6 +460,10 @@ class OptimizerConfig(Section, frozen=True):
 
     relations = ("wsd_decay_steps for schedule=wsd: it goes down at its end", "wsd_decay_steps needs schedule=wsd")
 
+    def rate_is_zero_from(self, num_updates: int) -> int:
+        """The update from which on the rate is 0, where the whole run makes so many; 0: it never is."""
+        return 0 if self.schedule == "constant" or self.min_lr_ratio else self.decay_steps or num_updates
+
     def conflicts(self) -> Iterator[Conflict]:
         """A schedule that ends before it begins."""
         warmup, decay, wsd = self.warmup_steps, self.decay_steps, self.wsd_decay_steps

@@ -193,17 +193,11 @@ class RunConfig(Section, frozen=True):
     def refusal(self, values: Mapping[str, object]) -> str:
         """Why a run that began with this file cannot continue with other values of its keys ("rollout.top_k"); empty:
         it can. Sections are checked as those of a file are, but for `FIRST_RELATIONS`."""
-        names = {info.alias or name: name for name, info in type(self).model_fields.items()}
-        changed: dict[str, dict[str, object]] = {}
-        for path, value in values.items():
-            section, _, key = path.partition(".")
-            changed.setdefault(section, {})[key] = value
-        new, conflicts = self, list[Conflict]()
-        for section, values_here in changed.items():
-            part = cast("Section", getattr(new, names[section]))
-            new = new.model_copy(update={names[section]: part.model_copy(update=values_here)})
+        new, conflicts = self.with_values(values), list[Conflict]()
+        for section in dict.fromkeys(path.partition(".")[0] for path in values):
+            part = cast("Section", getattr(new, self._field_of(section)))
             try:
-                type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields} | values_here)
+                type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields})
             except ValidationError as error:
                 for detail in error.errors():
                     path = ".".join(map(str, detail["loc"]))
@@ -212,6 +206,23 @@ class RunConfig(Section, frozen=True):
         conflicts += [*broken(new, RELATIONS), *new.conflicts()]
         conflicts += [conflict for conflict in broken(new, LIVE_RELATIONS) if conflict.path in values]
         return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
+
+    def with_values(self, values: Mapping[str, object]) -> RunConfig:
+        """With other values of keys ("rollout.top_k"); unchecked."""
+        new = self
+        for path, value in values.items():
+            section, _, key = path.partition(".")
+            name = self._field_of(section)
+            new = new.model_copy(update={name: getattr(new, name).model_copy(update={key: value})})
+        return new
+
+    def _field_of(self, section: str) -> str:
+        return next(name for name, info in type(self).model_fields.items() if section == (info.alias or name))
+
+    @property
+    def policy_updates(self) -> int:
+        """Optimizer updates of the policy in the whole run; 0: it has no last step."""
+        return max(0, self.run.num_steps - self.critic.warmup_steps) * self.algo.updates_per_step
 
     def data_files(self) -> Iterator[tuple[str, str | tuple[str, ...]]]:
         """Every key that names data files, and what it says."""
@@ -577,7 +588,7 @@ def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Ends of run, schedule and data, and the staleness window."""
     run, optimizer, settings, critic = config.run, config.optimizer, config.asynchrony, config.critic
-    updates = (run.num_steps - critic.warmup_steps) * config.algo.updates_per_step
+    updates = config.policy_updates
     ends_here = optimizer.schedule != "constant" and not optimizer.decay_steps
     is_endless = not (run.num_steps or run.max_wall_s or run.stop_reward)
     warmup, wsd = optimizer.warmup_steps, optimizer.wsd_decay_steps

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ...actors.backends.megatron.families import check_adapted
 from ...actors.backends.megatron.layout import ParallelLayout, check_routing
-from ...actors.checkpoints.folder import check_model, read_manifest
+from ...actors.checkpoints.folder import check_model, read_manifest, weights_version
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.layout import RowLayout
 from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
@@ -79,7 +79,7 @@ from ...core.samples import DEMONSTRATION_TURNS, PAIR, Message, Prompt
 from ..composition.rollout_parts import eval_rewards
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
 from ..run_lineage.resume_point import named_checkpoint
-from .check import CheckedRun, key_of, looked
+from .check import CheckedRun, key_of, looked, warnings
 from .node import has_module
 
 MAX_READ_BYTES = 2 << 30
@@ -540,6 +540,14 @@ def _manifest_findings(run: CheckedRun, checkpoint: Path) -> Iterator[Finding]:
             check_model(checkpoint, manifest, run.model, config.roles.trainer.kind)
             check_facts(checkpoint, manifest.lora, adapter_facts(config.lora, config.model.path))
 
+    end = config.optimizer.rate_is_zero_from(config.policy_updates)
+    version = weights_version(checkpoint, manifest.extra)
+    yield from warnings(
+        (0 < end <= manifest.num_updates and not 0 < config.run.num_steps <= version, "optimizer.schedule",
+         (f'= "{config.optimizer.schedule}" ends at update {end} with the learning rate 0, and the checkpoint that '
+         f"trainer.resume names is at update {manifest.num_updates}: nothing more would be learned"),
+         "set optimizer.decay_steps to an update to come, or optimizer.min_lr_ratio above 0"),
+    )  # fmt: skip
     for found in looked("model.path", check):
         yield Finding("model.path", ConfigError(found.error.message, remedy=found.error.remedy))
     if bool(manifest.critic) != config.critic.enabled:
@@ -565,7 +573,7 @@ def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
         raise ConfigError(
             f"data: the prompts are not those that the run of {checkpoint.name} began with ({own.parent}): other rows, "
             "other order, or another run.seed",
-            remedy="take data.* and run.seed back to what they were, or start a new run: myxa up RUN.TOML",
+            remedy="take data.* and run.seed back; with other data, begin a run with model.path = that one's export",
         )
 
 

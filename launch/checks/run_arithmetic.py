@@ -45,7 +45,7 @@ def batch_plan(run: CheckedRun) -> dict[str, float | None]:
         "num_samples": samples,
         "num_steps": steps,
         "updates_per_step": algo.updates_per_step,
-        "num_updates": max(0, steps - config.critic.warmup_steps) * algo.updates_per_step,
+        "num_updates": config.policy_updates,
         "samples_per_update": samples // algo.minibatches,
         "tokens_per_step": None if model is None else samples * longest_answer(config, model),
         "num_replicas": num_replicas(config, world_size),
@@ -134,11 +134,15 @@ MANY_STEPS = 100
 def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
     config, trainer = run.config, run.config.roles.trainer
     is_long = not config.run.num_steps or config.run.num_steps >= MANY_STEPS
+    num_updates, decay_steps = config.policy_updates, config.optimizer.decay_steps
     far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOCAL_HOSTS]
     return warnings(
         (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
          "= 0: a run that is killed cannot be resumed, and a trainer rank that dies throws training back to its start",
          "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
+        (0 < config.optimizer.rate_is_zero_from(num_updates) < num_updates, "optimizer.decay_steps",
+         f"= {decay_steps}: the learning rate is 0 from that update on, and the run makes {num_updates}",
+         "set it to 0 (the end of the run), or optimizer.min_lr_ratio above 0"),
         (len(trainer.device_ids) > trainer.count, "roles.trainer.devices",
          (f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '
          "uses one"), "set roles.trainer.count to the number of GPUs"),

@@ -148,7 +148,7 @@ def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:
     check every byte, for callers that others do not wait for. Raises TrainError naming what was found instead."""
     root = Path(place)
     with raised_as(TrainError, "", LaunchError):
-        origin = RunOrigin.load(root.parent if root.name == CHECKPOINTS else root)
+        origin = RunOrigin.load(root.parent if root.name == CHECKPOINTS or root.is_file() else root)
     if (root / CONFIG).is_file() and not (root / CHECKPOINTS).exists():
         remedy = "set trainer.checkpoint_every, or say `myxa ckpt` while it runs"
         raise TrainError(f"{root} has no checkpoint: it wrote none", remedy=remedy)

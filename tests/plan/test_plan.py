@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,7 @@ def test_what_guesses_tokens(
         ("max_turns = 1", "max_turns = 1\nrepetition_penalty = 1.1", "rollout.repetition_penalty", "not 1 on fresh"),
         ("max_turns = 1", "max_turns = 1\nmin_new_tokens = 4", "rollout.min_new_tokens", "not 1 on fresh"),
         ("max_turns = 1", "max_turns = 1\ndeterministic = true", "rollout.deterministic", "which weights a token meets"),
+        ("lr = 1e-4", 'lr = 1e-4\nschedule = "cosine"\ndecay_steps = 5', "optimizer.decay_steps", "is 0 from that"),
         ('[roles.trainer]\ncount = 2', '[roles.trainer]\ndevices = "0-3"\ncount = 2', "roles.trainer.devices", "uses one"),
     ],
 )  # fmt: skip
@@ -218,11 +220,8 @@ def test_weights_that_the_run_leaves_alone_are_told(site: Site, capsys: pytest.C
     assert "2 weights" in found["message"] and "model.layers.2.*" in found["message"] and "MTP" in found["message"]
 
 
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("critic", [{}, {"num_layers": 2, "num_updates": 7}], ids=["without", "with"])
-def test_a_run_with_a_critic_resumes_from_a_checkpoint_with_one(
-    site: Site, capsys: pytest.CaptureFixture[str], critic: dict[str, Any], enabled: bool
-) -> None:
+def checkpoint_of(site: Site, critic: dict[str, Any]) -> Path:
+    """After 3 steps and 7 updates."""
     folder = site.folder / f"version_{1 + bool(critic)}"
     if not folder.exists():
         extra: dict[str, Any] = {"version": 3}
@@ -234,6 +233,33 @@ def test_a_run_with_a_critic_resumes_from_a_checkpoint_with_one(
             folder,
             Manifest(format=1, model=model, world_size=1, num_updates=7, files=files, extra=extra, critic=critic),
         )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_told"),
+    [
+        ('schedule = "cosine"\ndecay_steps = 7', True),
+        ('schedule = "cosine"\ndecay_steps = 8', False),
+        ('schedule = "cosine"\ndecay_steps = 7\nmin_lr_ratio = 0.1', False),
+        ("decay_steps = 7", False),
+    ],
+)
+def test_a_checkpoint_at_the_end_of_its_schedule(
+    site: Site, capsys: pytest.CaptureFixture[str], optimizer: str, is_told: bool
+) -> None:
+    text = RUN.replace("checkpoint_every = 10", f'checkpoint_every = 10\nresume = "{checkpoint_of(site, {}).name}"')
+    _, answer = plan(site.write(text.replace("lr = 1e-4", f"lr = 1e-4\n{optimizer}")), capsys=capsys)
+    found = [one["message"] for one in answer["problems"] if one["key"] == "optimizer.schedule"]
+    assert [("update 7 with" in one, "at update 7: nothing" in one) for one in found] == [(True, True)] * is_told
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("critic", [{}, {"num_layers": 2, "num_updates": 7}], ids=["without", "with"])
+def test_a_run_with_a_critic_resumes_from_a_checkpoint_with_one(
+    site: Site, capsys: pytest.CaptureFixture[str], critic: dict[str, Any], enabled: bool
+) -> None:
+    folder = checkpoint_of(site, critic)
     text = RUN.replace('kind = "grpo"', 'kind = "ppo"')
     text = text.replace("checkpoint_every = 10", f'checkpoint_every = 10\nresume = "{folder.name}"')
     text += "[critic]\nenabled = true\n" if enabled else ""

@@ -13,9 +13,12 @@ from tests.harness.waiting import until
 from tests.knobs.coordinator_room import Room, Trainer, open_room
 
 from myxa.actors.coordinator.audit import read_audit, verify_audit
+from myxa.actors.knobs.owner import Knob
+from myxa.actors.trainer.knobs import LEADER_TUNABLES
+from myxa.core.config import RunConfig
 from myxa.core.config.run import RunSettings
 from myxa.core.errors import CallError
-from myxa.core.knobs import ChangeReply, Operator
+from myxa.core.knobs import ChangeReply, KnobValue, Operator
 
 pytestmark = [pytest.mark.timeout(170)]
 
@@ -83,6 +86,18 @@ async def test_a_change_for_a_step_that_the_run_does_not_come_to_is_made_with_a_
         assert (last.at, last.warnings) == (4999, ())
         late = await room.change(lr=2e-3, not_before=5000)
         assert (late.epoch, late.warnings) == (1, ("the run ends with step 5000: it does not come to 5000",))
+
+
+async def test_a_run_that_is_made_longer_than_its_schedule_says_so(tmp_path: Path) -> None:
+    told = {"run": {"name": "room", "num_steps": 5000}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}}
+    file = RunConfig.model_validate({**told, "optimizer": {"schedule": "cosine"}})
+    tunable = next(one for one in LEADER_TUNABLES if one.name == "num_steps")
+    async with open_room(tmp_path, file=file) as room:
+        end = dict[str, KnobValue](num_steps=5000)
+        room.trainer.knob_owner.add([Knob(tunable, lambda: end["num_steps"], lambda value: None)])
+        late = await room.change(num_steps=6000, dry_run=True)
+        assert late.warnings == ("the learning rate is 0 from update 5000 of 6000 on: set decay_steps too",)
+        assert not (await room.change(num_steps=4000, dry_run=True)).warnings
 
 
 async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Room) -> None:

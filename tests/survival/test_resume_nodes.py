@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, halve, make_checkpoint
 
+from myxa.actors.checkpoints.folder import MANIFEST
 from myxa.actors.ledger.file import LEDGER, lock_ledger
 from myxa.core.config import RunConfig, dump_config, load_config
 from myxa.core.errors import ConfigError
@@ -123,6 +124,13 @@ def test_a_name_that_means_nothing_is_told_before_anything_starts(run: RunOnDisk
     gone = load_config(run.path / "config.toml", [f'trainer.resume="{run.place(4).with_name("version_00000099")}"'])
     with pytest.raises(ConfigError, match="there is no checkpoint .*its run deletes old ones .trainer.keep_last"):
         with_start(gone, LaunchOptions(place=ALONE))
+    inside = load_config(run.path / "config.toml", [f'trainer.resume="{run.place(4) / MANIFEST}"'])
+    with pytest.raises(ConfigError, match=f"{MANIFEST} is a file, not a checkpoint -- name the folder .*_00000004$"):
+        with_start(inside, LaunchOptions(place=ALONE))
+    (tmp_path / "config.json").write_text("{}")
+    model = load_config(run.path / "config.toml", [f'trainer.resume="{tmp_path}"'])
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a model folder, not a checkpoint -- begin with it by model"):
+        with_start(model, LaunchOptions(place=ALONE))
     mine = LaunchOptions(place=ALONE, program="mine:build")
     assert with_start(told, mine) == told, "another composition root may mean something else by it"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ....core.clock import Clock
 from ....core.errors import ConfigError
+from ....memory.arenas.cuda_memory import vacate
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import TorchAdapters, WithoutAdapters
@@ -81,6 +82,7 @@ class TorchBackend(RankBackend[RankSettings]):
                 model.make_optimizer(config.optimizer, self._offload)
                 if device.type == "cuda" and config.trainer.impl == "own" and self._offload is None:
                     model.warm_up(min(config.trainer.max_tokens_per_microbatch, WARM_UP_TOKENS))
+                    vacate(str(device))  # an engine on the same GPU measures what is free when it starts
             stepper = Stepper(policy, reference, settings, self._clock, critic)
             stepper.settings_for({})
 
