@@ -37,7 +37,7 @@ from ..workflows.episode import Episode, ReachedModel, WorkflowContext
 from .clients import models_of_rollout
 from .exchange import MODEL
 from .server import Gateway, OpenSession
-from .session import AgentSession, RequestFault, task_of
+from .session import AgentSession, RequestFault, checked_reward, task_of
 
 TAIL_CHARS = 2000
 """Of a program's output, in errors."""
@@ -193,13 +193,13 @@ class AgentWorkflow:
             raise _failed("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
         except (OSError, msgspec.MsgspecError) as error:
             raise _failed(f"the agent's reward file cannot be read: {error}") from error
-        found = FileReward(said) if isinstance(said, float) else said
-        if not all(map(math.isfinite, (found.reward, *found.answers.values()))):
-            raise _failed("the agent's reward file has a reward that is no finite number")
-        one.reward = found.reward
-        for answer, reward in found.answers.items():
-            with contextlib.suppress(RequestFault):
+        rewards = FileReward(said) if isinstance(said, float) else said
+        try:
+            one.reward = checked_reward(rewards.reward)
+            for answer, reward in rewards.answers.items():
                 one.session.reward_turn(answer, reward)
+        except RequestFault as fault:
+            raise _failed(f"the agent's reward file cannot be read: {fault.text}") from fault
 
     # -- a service
 

@@ -36,6 +36,7 @@ from .server import (
     Listener,
     ListenOptions,
     body_of,
+    health,
     in_dialect,
     key_of,
     sent,
@@ -78,6 +79,7 @@ class GatewayRelay(GatewayContract):
         self._look: asyncio.Task[None] | None = None
         self.counts = Counter[str](requests=0, away=0)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[in_dialect])
+        app.router.add_get("/health", health)
         app.router.add_post("/v1/tasks/next", self._next_task)
         app.router.add_route("*", "/v1/{path:.*}", self._relay)
         self._listener = Listener(app, options)

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import secrets
 import socket
 from collections import OrderedDict
@@ -49,7 +48,7 @@ from .answering import (
     session_of,
 )
 from .exchange import STATUS, read_body
-from .session import AgentSession, RequestFault, task_of
+from .session import AgentSession, RequestFault, checked_reward, task_of
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0
@@ -62,6 +61,8 @@ MAX_ENDED = 10_000
 """Keys of ended sessions that are remembered."""
 MAX_UNDER_WAY = 256
 """Turns of one session that may be drawn at a time."""
+REST_S = 1.0
+"""For the rest of a body that is refused: it is unpacked, and others wait."""
 STOP_S = 2.0
 """For requests under way, once the server stops."""
 KEY_PREFIX = "sk-myxa-"
@@ -108,7 +109,9 @@ class Listener:
         """Once it is open."""
         self.is_open = asyncio.Event()
         # A handler ends with its connection: what its client does not get was not delivered.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S, lingering_time=REST_S
+        )
 
     async def open(self) -> GatewayPlace:
         """Listen. Raises ConfigError where the address is taken."""
@@ -232,7 +235,7 @@ class Gateway:
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_post("/v1/session/end", self._end)
         self.app.router.add_post("/v1/tasks/next", self._next_task)
-        self.app.router.add_get("/health", _health)
+        self.app.router.add_get("/health", health)
         self._listener = Listener(self.app, options or ListenOptions())
         self.serving = self._listener.serving
 
@@ -440,9 +443,8 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         one, body = await self._told(request)
         said = read_body(body, Reward)
-        _check_reward(said.reward)
         if said.answer is None:
-            one.reward = said.reward
+            one.reward = checked_reward(said.reward)
         else:
             one.session.reward_turn(said.answer, said.reward)
         return json_response({"ok": True})
@@ -451,8 +453,7 @@ class Gateway:
         one, body = await self._told(request)
         end = read_body(body or b"{}", SessionEnd)
         if end.reward is not None:
-            _check_reward(end.reward)
-            one.reward = end.reward
+            one.reward = checked_reward(end.reward)
         one.end = end
         one.ended.set()
         return json_response({"ok": True})
@@ -465,17 +466,12 @@ def key_of(request: web.Request) -> str:
     return next((one for one in keys if one.startswith(KEY_PREFIX)), keys[0] or keys[1])
 
 
-def _check_reward(reward: float) -> None:
-    if not math.isfinite(reward):
-        raise RequestFault("invalid", f"reward is {reward}: send a finite number", param="reward")
-
-
 def _is_retry(request: web.Request) -> bool:
     """SDKs say so, and clients that mark repetitions by a key."""
     return "Idempotency-Key" in request.headers or request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
-async def _health(request: web.Request) -> web.Response:
+async def health(request: web.Request) -> web.Response:
     return json_response({"ok": True})
 
 

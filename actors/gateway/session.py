@@ -26,6 +26,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec.structs import replace
 
+from ...algos.rewards.outcome import LARGEST
 from ...core.errors import DataError, PromptTooLong, RequestRefused, TemplateError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, Tokenizer
@@ -483,7 +484,7 @@ class AgentSession:
         """Say what a turn earned; said again, the last counts. Raises RequestFault for an answer of another session."""
         for line in self._lines:
             if answer_id in line.rewards:
-                line.rewards[answer_id] = reward
+                line.rewards[answer_id] = checked_reward(reward)
                 self.counts["turn_rewards"] += 1
                 return
         words = f"no answer {answer_id} was given in this session: take the id from myxa.answers of an answer"
@@ -516,6 +517,13 @@ class AgentSession:
             samples = [replace(one, reward=None) for one in samples]
             samples[-1] = replace(samples[-1], reward=total if reward is None else reward)
         return tuple(samples)
+
+
+def checked_reward(reward: float) -> float:
+    """Raises RequestFault for one that no sample can have."""
+    if not abs(reward) <= LARGEST:
+        raise RequestFault("invalid", f"reward is {reward:g}: send a finite number that float32 holds", param="reward")
+    return reward
 
 
 ASKED = Message(role="user", content="?")

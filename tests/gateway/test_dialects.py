@@ -424,8 +424,9 @@ async def test_bodies_that_are_too_large_or_not_json(door: Door) -> None:
         assert (torn.status_code, torn.json()["error"]["type"]) == (400, "invalid_request_error")
         both = {"x-api-key": door.key, "Authorization": "Bearer sk-of-another-service"}
         assert (await client.get(f"{door.url}/v1/models", headers=both)).status_code == 200
-        reward = await client.post(f"{door.url}/v1/session/reward", content=b'{"reward": 1e999}')
-        assert reward.status_code == 400
+        for said in (b"1e999", b"1e39", b"true", b'"1"', b"null", b"[1]"):
+            reward = await client.post(f"{door.url}/v1/session/reward", content=b'{"reward": %s}' % said)
+            assert (reward.status_code, reward.json()["error"]["param"]) == (400, "reward")
 
 
 async def test_a_client_that_left_gets_its_turn_when_it_asks_again(door: Door) -> None:

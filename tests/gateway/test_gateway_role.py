@@ -97,6 +97,7 @@ async def refused(url: str, tasks_key: str) -> None:
             assert answer.status_code == status, answer.text
             assert ("type" in answer.json()) is (path == "/v1/messages")
             assert answer.json()["error"]["message"]
+        assert (await http.get("/health")).json() == {"ok": True}
 
 
 async def act(run_dir: Path, pid: int, is_over: Any) -> Counter[str]:
