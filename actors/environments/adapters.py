@@ -16,6 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from ...core.errors import ConfigError
 from ..gateway.answering import fault_body
 from ..gateway.exchange import STATUS
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 
 GAME = Expected("environments.NAME.id", 0, "class Game: def reset(self, seed, options) ...; def step(self, action) ...")
 TASKSET = Expected("environments.NAME.id", 0, "class Tasks(verifiers.v1.Taskset)")
+
+
+_NUMBERS = re.compile(r"-?\d+")
+MAX_DIGITS = 18
+"""Of an action; Python refuses to read thousands."""
 
 
 def fitting(fn: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,8 +64,11 @@ class Game(Environment):
         options = {**row, **session.ctx.facts}
         seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
         begun: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
-        is_pair = isinstance(begun, tuple) and len(cast("tuple[Any, ...]", begun)) == 2
-        await self._show(session, begun[0] if is_pair else begun)
+        match begun:
+            case (observed, dict()):  # with what Gymnasium calls info
+                await self._show(session, observed)
+            case _:
+                await self._show(session, begun)
 
     async def run(self, session: EnvironmentSession) -> None:
         env, is_over = session.env, False
@@ -77,13 +87,15 @@ class Game(Environment):
                 await self._show(session, observed)
 
     async def _show(self, session: EnvironmentSession, observed: Any) -> None:
-        """An observation: messages, or a text; one that is neither as what `render` draws of it."""
-        if isinstance(observed, list):
-            session.messages += cast("list[Message]", observed)
+        """An observation: messages, or a text; one that is neither as what `render` draws of it, or whole as Python
+        writes it."""
+        if (messages := _messages_in(observed)) is not None:
+            session.messages += messages
             return
         if not isinstance(observed, str) and getattr(session.env, "render_mode", None) == "ansi":
             observed = await session.called(session.env.render)
-        session.heard(observed if isinstance(observed, str) else "" if observed is None else str(observed))
+        with np.printoptions(threshold=sys.maxsize):
+            session.heard("" if observed is None else str(observed))
 
     def _action(self, session: EnvironmentSession, message: Message, *, has_tools: bool) -> Any:
         """A text; a number where actions are numbered; the whole message where there are tools."""
@@ -93,8 +105,8 @@ class Game(Environment):
         text: str = message.get("content") or ""
         if (size := getattr(space, "n", None)) is None or not hasattr(space, "start"):
             return text
-        numbers = [int(one) for one in re.findall(r"-?\d+", text)[-1:]]
-        return next((one for one in numbers if space.start <= one < space.start + size), None)
+        number = int(found[0]) if (found := _NUMBERS.findall(text)[-1:]) and len(found[0]) <= MAX_DIGITS else -1
+        return number if space.start <= number < space.start + size else None
 
     async def finalize(self, session: EnvironmentSession) -> None:
         if (own := getattr(session.env, "finalize", None)) is not None:
@@ -108,6 +120,12 @@ class Game(Environment):
     async def teardown(self, session: EnvironmentSession) -> None:
         if (close := getattr(session.env, "close", None)) is not None:
             await session.called(close)
+
+
+def _messages_in(observed: Any) -> list[Message] | None:
+    """The messages that it is; None: it is anything else."""
+    entries = cast("list[Any]", observed) if isinstance(observed, list) else [observed]
+    return entries if all(isinstance(entry, dict) and "role" in entry for entry in entries) else None
 
 
 class Tools(Environment):
@@ -139,6 +157,8 @@ class Tools(Environment):
             cursor = None
             while True:
                 listed = await client.list_tools(cursor=cursor)
+                if twice := next((tool.name for tool in listed.tools if tool.name in tools), ""):
+                    raise ValueError(f"args.servers: two tools are called {twice}, and the model could call one only")
                 tools.update({tool.name: (client, tool) for tool in listed.tools})
                 if (cursor := listed.next_cursor) is None:
                     break
@@ -164,14 +184,25 @@ class Tools(Environment):
         if function["name"] not in tools:
             return f"there is no tool {function['name']}"
         client, tool = tools[function["name"]]
+        arguments: Any = json.loads(function["arguments"] or "null") or {}
+        if not isinstance(arguments, dict):
+            return f"error: the arguments of {tool.name} are no JSON object"
         try:
-            result = await client.call_tool(tool.name, json.loads(function["arguments"] or "{}"))
+            result = await client.call_tool(tool.name, arguments)
         except self.mcp.MCPError as error:
             if error.code not in MODELS_FAULTS:
                 raise
             return f"error: {error}"
-        text = "\n".join(getattr(one, "text", None) or str(one) for one in result.content)
+        text = "\n".join(map(text_of, result.content))
+        if not result.content and result.structured_content is not None:
+            text = json.dumps(result.structured_content)
         return f"error: {text}" if result.is_error else text
+
+
+def text_of(content: Any) -> str:
+    """A part of what a tool answers; of one that is no text, such as an image, its kind and where it is."""
+    text = getattr(content, "text", getattr(getattr(content, "resource", None), "text", None))
+    return f"[{content.type} {getattr(content, 'uri', '')}".rstrip() + "]" if text is None else text
 
 
 def listed(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -246,6 +277,8 @@ class OpenEnv(Environment):
                 session.heard(f"That is no action: {error}")
                 continue
             for action, call in itertools.zip_longest(actions, calls):
+                if is_over:  # no step follows the last one
+                    break
                 try:
                     told = await session.env.step(action)
                 except RuntimeError as error:

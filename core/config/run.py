@@ -18,6 +18,7 @@ from ..suggestion import nearest
 from ..supervision import WhenHung
 from .hub import ModelPath
 from .section import (
+    HTTP_URL,
     SHELL_VARIABLE,
     CodeName,
     Conflict,
@@ -40,6 +41,7 @@ from .section import (
     TextTuple,
     TopK,
     UnitFloat,
+    check_name_text,
     check_once,
     check_urls,
     clashes,
@@ -534,13 +536,18 @@ KINDS_WITH_ROWS = ("verifiers", "reasoning_gym")
 EnvironmentKind = Literal["gym", "verifiers", "reasoning_gym", "openenv", "mcp"]
 
 
+EnvironmentId = Annotated[
+    str, AfterValidator(lambda value: value if HTTP_URL.fullmatch(value) else check_name_text(value)), Means("code")
+]
+
+
 class EnvironmentSettings(Section, frozen=True):
     """An environment in worker processes of its own, for `rollout.workflow = "environment"` (docs/rewards-and-data.md).
     `NAME` is its own: letters, digits, `_`, `-`, at most 64."""
 
     kind: EnvironmentKind
     """gym (Gymnasium's interface), verifiers, reasoning_gym, openenv (a server of it), or mcp (tools of servers)."""
-    id: CodeName = ""
+    id: EnvironmentId = ""
     """Which one. gym: `file.py:Class`, `module:Class` or an id that Gymnasium knows; verifiers: an installed
     taskset, or `file.py:Class`; reasoning_gym: the task's name; openenv: the server's address; mcp: empty."""
     args: JsonTable = {}

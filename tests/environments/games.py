@@ -1,4 +1,4 @@
-"""Environments with Gymnasium's interface that need the standard library alone; what they do is noted in a file."""
+"""Environments with Gymnasium's interface that need no package of environments; what they do is noted in a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 LOG = Path(os.environ.get("GAMES_LOG", os.devnull))
 
@@ -119,3 +121,23 @@ class Weather:
         if calls:
             return [{"role": "tool", "content": "rain", "tool_call_id": calls[0]["id"]}], 0.0, False, False, {}
         return None, float("rain" in (action["content"] or "")), True, False, {}
+
+
+class Moves:
+    n, start = 3, 0
+
+
+class Board:
+    """Shows what Gymnasium's observations may be; actions are numbered. Its `reset` has the interface of old."""
+
+    action_space = Moves()
+
+    def __init__(self) -> None:
+        self._shown: list[Any] = [["left", "right"], {"board": np.arange(1001) % 10}, None]
+
+    def reset(self) -> tuple[int, int]:
+        return 7, 8
+
+    def step(self, action: int) -> Any:
+        note("move", action)
+        return self._shown.pop(0), 1.0, not self._shown, {}

@@ -74,9 +74,10 @@ def served(python: str, name: str, path: str) -> Iterator[str]:
 
 
 def calls_weather(prompt: str) -> str:
-    """A broken call, a call, a call that fails, and the answer."""
+    """A broken call, a call, one that fails, one of a picture, and the answer."""
     num_turns = prompt.count("<|im_start|>assistant") - 1
-    return ["<tool_call>{broken</tool_call>", CALL, CALL.replace("Bern", "Nowhere"), "It rains."][num_turns]
+    picture = CALL.replace('"weather"', '"picture"')
+    return ["<tool_call>{broken</tool_call>", CALL, CALL.replace("Bern", "Nowhere"), picture, "It rains."][num_turns]
 
 
 @pytest.mark.parametrize("way", ["stdio", "http"])
@@ -87,8 +88,9 @@ async def test_tools_of_mcp_servers(tmp_path: Path, way: str) -> None:
         settings = {"kind": "mcp", "id": "", "python": python, "args": {"servers": {"weather": server}}}
         async with packaged(tmp_path, calls_weather, malformed_reward=-0.5, **settings) as made:
             (sample,) = (await made.run()).samples
-        assert sample.turns[-1] == "It rains." and sample.metadata["num_tool_calls"] == 2
-        assert [reply[0].role for reply in sample.replies] == ["user", "tool", "tool"]
+        assert sample.turns[-1] == "It rains." and sample.metadata["num_tool_calls"] == 3
+        assert [reply[0].role for reply in sample.replies] == ["user", "tool", "tool", "tool"]
+        assert sample.replies[3][0].content == "[image]\n"
         assert sample.replies[1][0].content == "rain in Bern" and sample.replies[2][0].content.startswith("error: ")
         assert sample.reward == -0.5
 
