@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from ...algos.rewards.outcome import Unusable, number_of
 from ...core.errors import EngineError, PromptTooLong, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
@@ -193,12 +194,9 @@ class ReachedModel:
         return cls(spec, tokenizer, TurnRenderer(tokenizer), access)
 
 
-NO_STOPS = StopStrings((), lambda ids: "")
-
-
 def stops_of(texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
     """The texts that end a turn."""
-    return StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special=False)) if texts else NO_STOPS
+    return StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special=False))
 
 
 async def drawn(
@@ -286,6 +284,7 @@ class Episode:
         self._replay: list[Delta] = []
         if mine is not None and np.array_equal(mine.prompt_ids, self._prompt_ids):
             self._replay = split(mine)
+        self._is_drawing = False
         self.on_tokens: Callable[[], None] | None = None
         """Called each time that the turn under way has grown, if it comes from the engine."""
         if self._first is not None:
@@ -318,12 +317,26 @@ class Episode:
         return other
 
     def _kept(self, num_turns: int | None) -> list[Delta]:
-        ends = [at for at, one in enumerate(self._segments, 1) if one.is_model]
+        ends = [end for end, segment in enumerate(self._segments, 1) if segment.is_model]
+        if num_turns is not None and not 1 <= num_turns <= len(ends):
+            raise self._misuse(f"has {len(ends)} turns, not {num_turns}", "count them from 1")
         return self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
+
+    def _misuse(self, words: str, remedy: str) -> UserCodeError:
+        return UserCodeError(f"workflow: the episode of row {self._prompt.row} {words}", remedy=remedy)
+
+    def _check_texts(self, messages: Sequence[object]) -> None:
+        for message in messages:
+            content: object = getattr(message, "content", None)
+            if not isinstance(message, Message) or not isinstance(content, str):
+                what = "a message whose content" if isinstance(message, Message) else "a message that"
+                kind = type(content if isinstance(message, Message) else message).__name__
+                raise self._misuse(f"got {what} is of type {kind}", "give a Message whose content is a text")
 
     def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
         """A further sample of this rollout, of a conversation of its own: that of a sub-agent, or the history in short.
-        Raises PromptTooLong, DataError as rows of the data do."""
+        Raises PromptTooLong, DataError as rows of the data do, UserCodeError for what is no message."""
+        self._check_texts(messages)
         prompt = replace(self._prompt, messages=tuple(messages), tools=tuple(dict(tool) for tool in tools))
         return self._another(prompt, self._renderer.prompt(prompt))
 
@@ -402,8 +415,17 @@ class Episode:
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises Interrupted when the engine had to abort, EngineError when it fails,
-        UserCodeError when `sampling` has another temperature than the turns before."""
-        params = sampling or self._model.sampling
+        UserCodeError when `sampling` has another temperature than the turns before, and while a turn is drawn."""
+        if self._is_drawing:
+            words = "is asked for a turn while one is drawn"
+            raise self._misuse(words, "await one after the other; episode.branch() is a stream of its own")
+        self._is_drawing = True
+        try:
+            return await self._generate(sampling or self._model.sampling)
+        finally:
+            self._is_drawing = False
+
+    async def _generate(self, params: SamplingParams) -> Turn:
         if params is not self._model.sampling:
             fault, remedy = sampling_fault(params)
             if fault:
@@ -446,11 +468,10 @@ class Episode:
             if self._recorded_at != temperature:
                 self._replay = []
         elif self._temperature != temperature:
-            raise UserCodeError(
-                f"workflow: a turn of row {self._prompt.row} is asked for at temperature {temperature:g}, the turns "
-                f"before were drawn at {self._temperature:g}",
-                remedy="draw all turns of a sample at one temperature",
+            words = (
+                f"is asked for a turn at temperature {temperature:g}, those before were drawn at {self._temperature:g}"
             )
+            raise self._misuse(words, "draw all turns of a sample at one temperature")
 
     async def _ask(self, start: Delta, params: SamplingParams, limit: int) -> tuple[Delta, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
@@ -535,11 +556,10 @@ class Episode:
         where it is None; None: they do not fit into the context. Raises as `reply`."""
         kept = self._kept(num_turns)
         before = kept[-1] if kept else self._before
+        self._check_texts(messages)
         if not messages or before is NOTHING or not before.is_model:
-            raise UserCodeError(
-                f"workflow: reply() for row {self._prompt.row} without a model turn before it",
-                remedy="call `await episode.generate()` first, and reply with all messages at once",
-            )
+            remedy = "call `await episode.generate()` first, and reply with all messages at once"
+            raise self._misuse("got a reply without a model turn before it", remedy)
         ended_by = int(before.output_ids[-1]) if before.output_ids.size else None
         ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
         num_before = len(self._prompt_ids) + sum(len(one.output_ids) for one in kept)
@@ -567,9 +587,14 @@ class Episode:
         sum); `metadata`: what else a reward function should know, JSON values; `loss`, `loss_weight`: how it is learnt.
         Raises UserCodeError for `turn_rewards` of another number than the turns."""
         sample = self._sample(self._segments, self._finish)
+        if turn_rewards is not None:
+            try:
+                turn_rewards = [number_of(value) for value in turn_rewards]
+            except (Unusable, TypeError) as error:
+                raise self._misuse(f"got turn_rewards {turn_rewards!r:.200}: {error}", "give finite numbers") from error
         rewards = None if turn_rewards is None else self._token_rewards(turn_rewards, len(sample.response_ids))
         if reward is None and turn_rewards is not None:
-            reward = float(sum(turn_rewards))
+            reward = sum(turn_rewards)
         weights = None if loss_weight == 1.0 else np.full(len(sample.response_ids), loss_weight, np.float32)
         return replace(
             sample, reward=reward, token_rewards=rewards, loss=loss, loss_weights=weights, metadata=dict(metadata or {})
@@ -579,10 +604,8 @@ class Episode:
         sizes = accumulate(len(one.output_ids) for one in self._segments)
         ends = [end for end, one in zip(sizes, self._segments, strict=True) if one.is_model]
         if len(turn_rewards) != len(ends):
-            raise UserCodeError(
-                f"workflow: {len(turn_rewards)} turn_rewards for the {len(ends)} turns of row {self._prompt.row}",
-                remedy="give episode.sample(turn_rewards=...) one number for each turn of this episode",
-            )
+            words = f"has {len(ends)} turns and got {len(turn_rewards)} turn_rewards"
+            raise self._misuse(words, "give episode.sample(turn_rewards=...) one number for each of its turns")
         rewards = np.zeros(size, np.float32)
         for end, reward in zip(ends, turn_rewards, strict=True):
             rewards[max(end - 1, 0) :][:1] += reward

@@ -21,7 +21,7 @@ from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_experts, joined_kept
 from ..models.tokenizer import FolderTokenizer
 from ..user_code.process import Call, Lost, WorkerPool
-from .episode import NO_STOPS, Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
+from .episode import Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
 from .timeline import WaitNote
 from .worker_messages import (
     AskModel,
@@ -168,7 +168,7 @@ class WorkflowPool(WorkerPool):
     ) -> None:
         """By the policy, or by a model of the run's own, of which nothing is recorded."""
         generate = self._models[ask.model].access.generate if ask.model else model.generate
-        stops = NO_STOPS if ask.model else stops_of(ask.request.sampling.stop, self._tokenizer)
+        stops = stops_of(() if ask.model else ask.request.sampling.stop, self._tokenizer)
         try:
             segment, finish = await drawn(generate, ask.request, stops, under_way)
             if finish == "abort" and not ask.model and not model.goes_on():

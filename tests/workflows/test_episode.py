@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -323,8 +324,52 @@ async def test_a_rollout_of_several_samples_continues_with_the_tokens_of_each() 
     assert helper.versions.tolist() == [4, 4, 5, 5, 5]
 
 
+async def test_two_turns_of_one_episode_at_a_time_are_refused() -> None:
+    """Both would be one behind the other in the sample, and neither was drawn so."""
+    may_go = asyncio.Event()
+
+    class Waiting(Script):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
+            await may_go.wait()
+            async for part in super().generate(request):
+                yield part
+
+    ep = episode(Waiting(("a", 1, "stop")))
+    drawing = asyncio.ensure_future(ep.generate())
+    await asyncio.sleep(0)
+    with pytest.raises(UserCodeError, match=r"row 3 is asked for a turn while one is drawn -- .*branch\(\)"):
+        await ep.generate()
+    may_go.set()
+    await drawing
+    assert ep.num_turns == 1
+
+
+@pytest.mark.parametrize("content", [None, 5, {"a": 1}, ["a"]])
+async def test_a_reply_that_is_no_text_is_refused(content: Any) -> None:
+    """A template would write `None`, or what Python prints of a table."""
+    ep = episode(Script(("a", 1, "stop")))
+    await ep.generate()
+    with pytest.raises(UserCodeError, match=f"content is of type {type(content).__name__}"):
+        ep.reply("tool", content)
+    message: Any = {"role": "user", "content": "x"}
+    with pytest.raises(UserCodeError, match="a message that is of type dict"):
+        ep.session([message])
+
+
+@pytest.mark.parametrize("rewards", [("a",), (float("nan"),), (1e39,), 1.0])
+async def test_rewards_of_turns_are_finite_numbers(rewards: Any) -> None:
+    ep = episode(Script(("a", 1, "stop")))
+    await ep.generate()
+    with pytest.raises(UserCodeError, match="row 3 got turn_rewards"):
+        ep.sample(turn_rewards=rewards)
+    assert ep.sample(turn_rewards=(np.float64(0.5),)).reward == 0.5
+    for number in (0, 2, -1):
+        with pytest.raises(UserCodeError, match=f"row 3 has 1 turns, not {number}"):
+            ep.branch(number)
+
+
 async def test_rewards_of_turns_must_be_as_many_as_the_turns() -> None:
     ep = episode(Script(("plan", 3, "stop")))
     await ep.generate()
-    with pytest.raises(UserCodeError, match=r"2 turn_rewards for the 1 turns of row 3"):
+    with pytest.raises(UserCodeError, match=r"row 3 has 1 turns and got 2 turn_rewards"):
         ep.sample(turn_rewards=[1.0, 2.0])
