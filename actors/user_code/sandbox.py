@@ -26,7 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -274,12 +274,18 @@ class RlimitsSandbox(ProcessSandbox):
         return user
 
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
-        has_namespaces = not namespaces_trouble()
-        prefix = _bubble(job, user) if has_namespaces else _subreaper()
-        return [*prefix, *_confined(job, user, channel, has_namespaces=has_namespaces)]
+        proc, trouble = _namespaces()
+        prefix = _subreaper() if trouble else _bubble(job, user, proc)
+        return [*prefix, *_confined(job, user, channel, has_namespaces=not trouble)]
 
 
-def _bubble(job: Job, user: int) -> list[str]:
+OWN_PROC = ("--proc", "/proc", "--remount-ro", "/proc")
+"""Of the new processes, read-only: its settings are root's to write."""
+NO_PROC = ("--dir", "/proc")
+"""A container may hide parts of /proc, and then there can be no other."""
+
+
+def _bubble(job: Job, user: int, proc: Iterable[str]) -> list[str]:
     """The namespaces: no process but its own, a loopback of its own, and a root folder of what is visible, read-only,
     and of its scratch folder. All ends with process 1, which ends with `bwrap`, and that with this process."""
     scratch = str(job.scratch)
@@ -297,17 +303,7 @@ def _bubble(job: Job, user: int) -> list[str]:
     for folder in (scratch, "/dev/shm") if job.scratch_mb else ():
         words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", folder]
     words += [] if job.scratch_mb else ["--bind", scratch, "/dev/shm"]
-    return [*words, "--remount-ro", "/dev", *_proc(), "--remount-ro", "/", "--"]
-
-
-@functools.cache
-def _proc() -> tuple[str, ...]:
-    """Of the new processes, read-only: its settings are root's to write. A container may hide parts of /proc, and then
-    there can be no other."""
-    words = ("--proc", "/proc", "--remount-ro", "/proc")
-    more = ("--unshare-user",) if os.getuid() else ()
-    trial = [_program("bwrap"), *more, "--unshare-pid", "--ro-bind", "/", "/", *words, "true"]
-    return ("--dir", "/proc") if _tried(trial) else words
+    return [*words, "--remount-ro", "/dev", *proc, "--remount-ro", "/", "--"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,11 +415,20 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
 
 
 @functools.cache
+def _namespaces() -> tuple[tuple[str, ...], str]:
+    """How bubblewrap makes /proc here, and why it can make no namespaces for this user; empty: it can."""
+    with locked_scratch("trial") as made:
+        job, user = Job(command=("true",), scratch=Path(made.name)), os.getuid()
+        confined = _confined(job, user, -1, has_namespaces=True)
+        proc, trouble = OWN_PROC, _tried([*_bubble(job, user, OWN_PROC), *confined])
+        if trouble:
+            proc, trouble = NO_PROC, _tried([*_bubble(job, user, NO_PROC), *confined])
+        return proc, trouble
+
+
 def namespaces_trouble() -> str:
     """Why bubblewrap can make no namespaces for this user. Empty: it can."""
-    with locked_scratch("trial") as made:
-        job = Job(command=("true",), scratch=Path(made.name))
-        return _tried([*_bubble(job, os.getuid()), *_confined(job, os.getuid(), -1, has_namespaces=True)])
+    return _namespaces()[1]
 
 
 def _program(name: str) -> str:
