@@ -206,3 +206,20 @@ def test_a_warm_model_of_an_earlier_demo_is_not_taken_for_this_ones(tmp_path: Pa
     with pytest.raises(MyxaError):
         run_demo(DemoOptions(folder=tmp_path, ranks=1025, is_quiet=True))
     assert not (tmp_path / "sft").is_symlink()
+
+
+def test_ctrl_c_while_the_command_line_is_imported_leaves_no_traceback():
+    code = """
+import signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "myxa.launch.commands.parser":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from myxa.launch.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
