@@ -145,7 +145,7 @@ PLAN = Command(
 )  # fmt: skip
 SCHEMA = Command("schema", "print the JSON Schema of the run file, for editors", _schema, lambda parser: None)
 DOCTOR = Command(
-    "doctor", "what of this machine will bite", _doctor, _add_doctor,
+    "doctor", "what of this machine hinders a run, and what to do about it", _doctor, _add_doctor,
     "Driver, packages, memory, limits, disk, rights, variables; each with what to do. Exit "
     "status 1 if something must be mended.",
 )  # fmt: skip
@@ -159,7 +159,9 @@ CONVERT = Command(
 def _add_engine(parser: Parser) -> None:
     parser.add_argument("action", choices=("serve",), help="answer requests until Ctrl-C")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model")
-    parser.add_argument("--openai", action="store_true", help="by OpenAI's and Anthropic's API (always)")
+    parser.add_argument(
+        "--openai", action="store_true", help="changes nothing: it always has OpenAI's and Anthropic's API"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=at_least(0, 65535), default=0, metavar="PORT", help="its port (any free one)")
     parser.add_argument("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time")
@@ -257,9 +259,12 @@ def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
             remedy="use a letter first, then letters, digits and hyphens, 52 at most",
         )
     sets = [word for item in options.overrides for word in ("--set", item)]
+    words = shlex.join([options.file, *sets])
+    if kind != "slurm":
+        words = words.replace("$", "$$")  # one alone begins a variable there
     values = {
         "name": name, "nodes": nodes, "gpus": gpus, "time": options.time, "image": options.image,
-        "volume": options.volume, "folder": options.folder, "launch": shlex.join([options.file, *sets]),
+        "volume": options.volume, "folder": options.folder, "launch": words,
         "gres": f"#SBATCH --gres=gpu:{gpus}\n" if gpus else "",
         "limits": f"{{nvidia.com/gpu: {gpus}}}" if gpus else "{}",
         "devices": f"[{{driver: nvidia, count: {gpus}, capabilities: [gpu]}}]" if gpus else "[]",

@@ -160,13 +160,13 @@ def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                        help="run directory (the only live run)")  # fmt: skip
+                        help="run directory (the only live run, or runs/latest where that can answer)")  # fmt: skip
     add_json_flag(parser)
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """`--json` alone, for commands that speak to no run."""
-    parser.add_argument("--json", action="store_true", help="the answer for programs; errors too")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, errors too")
 
 
 def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:

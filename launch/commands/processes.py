@@ -16,7 +16,7 @@ from .parser import Command, Parser, add_run_flags, arguments_of, client_or_fold
 
 
 def _add_scale(parser: Parser) -> None:
-    parser.add_argument("wish", metavar="ROLE=N", type=_wish, help="e.g. rollout=4")
+    parser.add_argument("wish", metavar="ROLE=N", type=_wish, help="how many there shall be in all, e.g. rollout=4")
 
 
 def _wish(text: str) -> tuple[str, int]:

@@ -179,7 +179,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_init(parser: Parser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER", help="(%(default)s)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER", help="folder to make (%(default)s)"
+    )
     parser.add_argument("--model", default="", help="folder or hub id of the model to train (a small one is made)")
 
 
@@ -204,7 +206,7 @@ def _add_resume(parser: Parser) -> None:
 
 def add_point_flags(parser: Parser) -> None:
     parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
-                        help="of the checkpoint (the newest whole one)")  # fmt: skip
+                        help="version of the checkpoint to begin at (of the newest whole one)")  # fmt: skip
     add_common_flags(parser)
     add_node_flags(parser)
 
@@ -297,7 +299,7 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
 
 def _add_fork(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
-    parser.add_argument("--name", default="", metavar="NAME", help="of the new run (that of RUN)")
+    parser.add_argument("--name", default="", metavar="NAME", help="name of the new run (that of RUN)")
     parser.add_argument(
         "--no-start", action="store_true", help="only make the directory; `myxa resume DIRECTORY` starts it"
     )

@@ -62,7 +62,7 @@ Target = Annotated[
 ]
 Wait = Annotated[
     float,
-    argument("answer when it is done, after so many seconds at most (at once)", "S", flag="--wait", ge=0, le=3600),
+    argument("seconds to wait until it is done (0)", "S", flag="--wait", ge=0, le=3600),
 ]
 
 
@@ -81,7 +81,7 @@ class StepArguments(WithReason, frozen=True, kw_only=True):
 class CheckpointArguments(WithReason, frozen=True, kw_only=True):
     """Of `ckpt`."""
 
-    export: Annotated[bool, argument("a HuggingFace folder instead of a checkpoint")] = False
+    export: Annotated[bool, argument("write a HuggingFace folder instead of a checkpoint")] = False
 
 
 class EvalArguments(WithReason, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class WhyArguments(Arguments, frozen=True, kw_only=True):
     ] = ""
     window_s: Annotated[
         float,
-        argument("the last so many seconds, at most 10min (60s)", "T", flag="--window", is_time=True, ge=1, le=600),
+        argument("look at the last 30s, 5min; at most 10min (60s)", "T", flag="--window", is_time=True, ge=1, le=600),
     ] = 60.0
 
 
@@ -200,7 +200,7 @@ class LogsArguments(TargetArguments, frozen=True, kw_only=True):
         int, argument("so many of the last lines (100)", "N", flag="--lines", short="-n", ge=0, le=10_000)
     ] = 100
     grep: Annotated[str, argument("only lines that hold this text", "TEXT", max_length=200)] = ""
-    engine: Annotated[bool, argument("of the server that the actor launched")] = False
+    engine: Annotated[bool, argument("log of the server that the actor launched")] = False
     after: Annotated[
         dict[str, tuple[LogFile, Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]]],
         argument("name -> `file` and `offset` of an earlier answer: of that log what was added since", flag=""),

@@ -3,6 +3,7 @@ compose file of all nodes."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_a_compose_file(run_file: Path, capsys: pytest.CaptureFixture[str]):
         assert f"--nnodes 3 --node-rank {rank} --rdzv node0:29400" in service["command"]
         (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert devices == {"driver": "nvidia", "count": 8, "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize("kind", ["k8s", "compose"])
+def test_a_value_with_marks_of_yaml_and_variables_arrives(
+    kind: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    system = "data.system=Answer: a # b, it's $(date) $5"
+    text = rendered(capsys, kind, str(run_file), "--set", system)
+    if kind == "k8s":
+        job = next(one for one in yaml.safe_load_all(text) if one["kind"] == "Job")
+        command = job["spec"]["template"]["spec"]["containers"][0]["args"][0]
+    else:
+        command = yaml.safe_load(text)["services"]["node0"]["command"]
+    assert system in shlex.split(command.replace("$$", "$"))
+    assert "$" not in command.replace("$$", "").replace("$JOB_COMPLETION_INDEX", "")
 
 
 def test_a_run_without_gpus_asks_for_none(
