@@ -68,11 +68,10 @@ def step_values(algo: AlgoConfig, optimizer: OptimizerConfig) -> dict[str, KnobV
 class TrainerKnobs:
     """Values in force. A knob exists where it has a first value."""
 
-    def __init__(self, first: Mapping[str, KnobValue]) -> None:
-        """`first`: what the run file says."""
-        self._first = dict(first)
-        self._values = dict(first)
-        self._moved: set[str] = set()
+    def __init__(self, file_values: Mapping[str, KnobValue]) -> None:
+        self._first = dict(file_values)
+        self._values = dict(file_values)
+        self._changed: set[str] = set()
         self.is_at_end = False
         """The run makes no more steps."""
 
@@ -84,7 +83,7 @@ class TrainerKnobs:
 
         def use(value: KnobValue) -> None:
             self._values[name] = value
-            self._moved.add(name)
+            self._changed.add(name)
 
         return Knob(tunable, lambda: self._values[name], use)
 
@@ -94,35 +93,34 @@ class TrainerKnobs:
 
     def refuses_end(self, values: Mapping[str, KnobValue], earliest: int) -> str:
         """Why it cannot end with `num_steps`; the step from version `earliest` is the first that could know of it."""
-        wanted = values.get("num_steps")
-        if wanted is not None and self.is_at_end:
-            return f"num_steps = {wanted}: the last step is made and the run ends; continue with trainer.resume"
-        if wanted == 0 and self._first["num_steps"]:
+        num_steps = values.get("num_steps")
+        if num_steps is not None and self.is_at_end:
+            return f"num_steps = {num_steps}: the last step is made and the run ends; continue with trainer.resume"
+        if num_steps == 0 and self._first["num_steps"]:
             return "num_steps = 0: a run that was to end would never end"
-        if wanted and int(wanted) <= earliest:
-            return f"num_steps = {wanted}: the trainer makes version {earliest + 1} next"
+        if num_steps and int(num_steps) <= earliest:
+            return f"num_steps = {num_steps}: the trainer makes version {earliest + 1} next"
         return ""
 
     def for_step(self) -> dict[str, float]:
         """What ranks must know: the values that are not the run file's, which they have."""
         return of_ranks({name: v for name, v in self._values.items() if v != self._first[name]})
 
-    def planned(self, options: StepPlanOptions) -> StepPlanOptions:
-        minibatches, max_tokens = (
-            int(self._values.get(name, given))
-            for name, given in (("minibatches", options.minibatches), ("max_tokens_per_microbatch", options.max_tokens))
+    def plan_options(self, options: StepPlanOptions) -> StepPlanOptions:
+        """`options` with the values in force."""
+        return replace(
+            options,
+            minibatches=self.count("minibatches", options.minibatches),
+            max_tokens=self.count("max_tokens_per_microbatch", options.max_tokens),
         )
-        if (minibatches, max_tokens) == (options.minibatches, options.max_tokens):
-            return options
-        return replace(options, minibatches=minibatches, max_tokens=max_tokens)
 
     def metrics(self) -> dict[str, float]:
         """Knobs that were ever changed, as they are now; those that are numbers."""
-        moved = {name: self._values[name] for name in sorted(self._moved)}
-        return {f"knob/{name}": float(value) for name, value in moved.items() if not isinstance(value, str)}
+        changed = {name: self._values[name] for name in sorted(self._changed)}
+        return {f"knob/{name}": float(value) for name, value in changed.items() if not isinstance(value, str)}
 
 
-def after(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+def with_pending(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
     """Everything as it will be once `values`, and all that waits for its boundary, are in force."""
     pending = {s.tunable.name: s.value if s.pending is None else s.pending for s in sheet.knobs}
     return pending | dict(values)

@@ -55,7 +55,7 @@ class BatchFunctions:
         """The groups with the rewards that advantages are to be made of. Raises UserCodeError."""
         if self.reward_post_process is None:
             return groups
-        rows = _called(REWARD_POST_PROCESS, self.reward_post_process, step, groups, lambda one, _: number_of(one))
+        rows = _call(REWARD_POST_PROCESS, self.reward_post_process, step, groups, lambda value, _: number_of(value))
         return [
             msgspec.structs.replace(group, rewards=np.asarray(row, dtype=np.float32))
             for group, row in zip(groups, rows, strict=True)
@@ -65,7 +65,7 @@ class BatchFunctions:
         """Of every sample in order: a number, or float32 [R]. None: the algorithm's own. Raises UserCodeError."""
         if self.advantage_fn is None:
             return None
-        rows = _called(ADVANTAGE_FN, self.advantage_fn, step, groups, _advantage)
+        rows = _call(ADVANTAGE_FN, self.advantage_fn, step, groups, _advantage)
         return [value for row in rows for value in row]
 
 
@@ -73,36 +73,37 @@ def _load(name: str, expected: Expected) -> UserFunction | None:
     return load_function(name, expected) if name else None
 
 
-def _called(
-    expected: Expected, function: UserFunction, step: int, groups: Sequence[Group], judge: Callable[[object, Sample], T]
+def _call(
+    expected: Expected, function: UserFunction, step: int, groups: Sequence[Group], check: Callable[[object, Sample], T]
 ) -> list[list[T]]:
     """What it returns for each sample of each group. Raises UserCodeError."""
 
-    def row(returned: object, at: int) -> list[T]:
-        samples = groups[at].samples
+    def check_row(row: object, group_index: int) -> list[T]:
+        samples = groups[group_index].samples
         places = [f"sample {index}" for index in range(len(samples))]
-        return each_of(returned, places, "values", lambda one, index: judge(one, samples[index]))
+        return each_of(row, places, "values", lambda value, index: check(value, samples[index]))
 
     try:
-        returned: Any = function.fn(list(groups))
-        return each_of(returned, [f"group {group.group_id}" for group in groups], "entries", row)
+        rows: Any = function.fn(list(groups))
+        return each_of(rows, [f"group {group.group_id}" for group in groups], "entries", check_row)
     except (Exception, SystemExit) as error:  # a user's class may do anything when it is asked for its numbers
-        what = str(error) if isinstance(error, Unusable) else f"raised {what_was_raised(error)}"
-        raise UserCodeError(f'{expected.key} = "{function.name}" {what} (step {step})', remedy=REMEDY) from error
+        reason = str(error) if isinstance(error, Unusable) else f"raised {what_was_raised(error)}"
+        raise UserCodeError(f'{expected.key} = "{function.name}" {reason} (step {step})', remedy=REMEDY) from error
 
 
-def _advantage(returned: object, sample: Sample) -> float | F32:
+def _advantage(value: object, sample: Sample) -> float | F32:
     """A number, or one for each token of the response."""
-    if not is_in_order(returned):
-        return float(np.float32(number_of(returned)))
+    if not is_in_order(value):
+        return float(np.float32(number_of(value)))
     length = len(sample.response_ids)
     try:
-        array = np.asarray(returned)
+        array = np.asarray(value)
     except ValueError as error:
         raise Unusable("returned advantages that are no array of numbers") from error
     if array.shape != (length,) or array.dtype.kind not in "fiub":
-        found = f"shape {list(array.shape)} and type {array.dtype}"
-        raise Unusable(f"returned advantages of {found}, not numbers for {length} tokens")
+        raise Unusable(
+            f"returned advantages of shape {list(array.shape)} and type {array.dtype}, not numbers for {length} tokens"
+        )
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
     if not bool(np.isfinite(array).all()):
@@ -168,37 +169,39 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     plan = _planned(samples, options)
     if options.algo.reduction == "rollout" and not options.algo.learns_pairs:
         samples = _by_rollout(samples)
-    members = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
-    own = [_denominators(part, "algo") for part in members]
-    names: list[LossPart] = [name for name in ("sft", "distill") if any(sample.loss == name for sample in samples)]
+    minibatches = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
+    denominators = [_denominators(minibatch, "algo") for minibatch in minibatches]
+    parts: list[LossPart] = [part for part in ("sft", "distill") if any(sample.loss == part for sample in samples)]
     whole = TrainShard(
         step=step,
         samples=(),
         minibatches=(),
-        minibatch_tokens=tuple(tokens for tokens, _ in own),
-        minibatch_rollouts=tuple(rollouts for _, rollouts in own),
-        minibatch_parts=tuple({name: _denominators(part, name) for name in names} for part in members) if names else (),
+        minibatch_tokens=tuple(tokens for tokens, _ in denominators),
+        minibatch_rollouts=tuple(rollouts for _, rollouts in denominators),
+        minibatch_parts=tuple(
+            {part: _denominators(minibatch, part) for part in parts} for minibatch in minibatches if parts
+        ),
     )
     return tuple(_shard(whole, rank, samples) for rank in plan)
 
 
 def _planned(samples: Sequence[TrainSample], options: StepPlanOptions) -> list[RankPlan]:
     """Which rank trains which samples in which micro-batch; both answers of a pair are in one."""
-    units = [[at] for at in range(len(samples))]
+    units = [[i] for i in range(len(samples))]
     if options.algo.learns_pairs:
         by_group: dict[int, list[int]] = {}
-        for at, sample in enumerate(samples):
-            by_group.setdefault(sample.group_id, []).append(at)
+        for i, sample in enumerate(samples):
+            by_group.setdefault(sample.group_id, []).append(i)
         units = list(by_group.values())
     plan = plan_shards(
-        [sum(samples[at].num_tokens for at in unit) for unit in units],
+        [sum(samples[i].num_tokens for i in unit) for unit in units],
         options.num_ranks,
         options.max_tokens,
         options.minibatches,
         [samples[unit[0]].group_id for unit in units],
     )
     return [
-        [[[at for unit in micro for at in units[unit]] for micro in micros] for micros in minibatches]
+        [[[i for unit in micro for i in units[unit]] for micro in micros] for micros in minibatches]
         for minibatches in plan
     ]
 
@@ -211,34 +214,35 @@ def own_advantages(groups: Sequence[Group], options: StepPlanOptions) -> list[fl
     rewards: list[float] = []
     weights: list[float] = []
     group_ids: list[int] = []
-    turns: list[list[tuple[int, int]]] = []
+    all_turns: list[list[tuple[int, int]]] = []
     """Of each sample: begin and end of what has a reward of its own; none: the sample has one."""
     for group in groups:
         has_turns = options.algo.kind in COMPARING_KINDS and (
             options.algo.turn_discount < 1 or any(sample.token_rewards is not None for sample in group.samples)
         )
-        found = [sample.model_runs() if has_turns else [] for sample in group.samples]
+        group_turns = [sample.model_runs() if has_turns else [] for sample in group.samples]
         counts = Counter[int]()
-        for sample, own in zip(group.samples, found, strict=True):
-            counts[sample.index] += len(own) or 1
-        for i, (sample, own) in enumerate(zip(group.samples, found, strict=True)):
-            new = _returns(group, i, own, options.algo.turn_discount) if own else [float(group.rewards[i])]
-            rewards += new
-            weights += [1 / counts[sample.index]] * len(new)
-            group_ids += [group.group_id] * len(new)
-        turns += found
-    rows = iter(
+        for sample, turns in zip(group.samples, group_turns, strict=True):
+            counts[sample.index] += len(turns) or 1
+        for i, (sample, turns) in enumerate(zip(group.samples, group_turns, strict=True)):
+            returns = _returns(group, i, turns, options.algo.turn_discount) if turns else [float(group.rewards[i])]
+            rewards += returns
+            weights += [1 / counts[sample.index]] * len(returns)
+            group_ids += [group.group_id] * len(returns)
+        all_turns += group_turns
+    advantages = iter(
         group_advantages(options.algo.kind, rewards, group_ids, normalise=options.algo.normalise, weights_S=weights)
     )
     samples = (sample for group in groups for sample in group.samples)
     return [
-        _spread(sample, own, rows) if own else float(next(rows)) for sample, own in zip(samples, turns, strict=True)
+        _spread(sample, turns, advantages) if turns else float(next(advantages))
+        for sample, turns in zip(samples, all_turns, strict=True)
     ]
 
 
 def _returns(group: Group, i: int, turns: Sequence[tuple[int, int]], discount: float) -> list[float]:
-    row = group.samples[i].token_rewards
-    rewards = [0.0 if row is None else float(row[begin:end].sum()) for begin, end in turns]
+    token_rewards = group.samples[i].token_rewards
+    rewards = [0.0 if token_rewards is None else float(token_rewards[begin:end].sum()) for begin, end in turns]
     rewards[-1] += _unplaced(group, i)
     for k in reversed(range(len(rewards) - 1)):
         rewards[k] += discount * rewards[k + 1]
@@ -247,15 +251,15 @@ def _returns(group: Group, i: int, turns: Sequence[tuple[int, int]], discount: f
 
 def _unplaced(group: Group, i: int) -> float:
     """What the rollout of that sample earned by none of its turns."""
-    siblings = (one.token_rewards for one in group.samples if one.index == group.samples[i].index)
-    return float(group.rewards[i]) - sum(float(row.sum()) for row in siblings if row is not None)
+    siblings = (sample.token_rewards for sample in group.samples if sample.index == group.samples[i].index)
+    return float(group.rewards[i]) - sum(float(rewards.sum()) for rewards in siblings if rewards is not None)
 
 
 def _spread(sample: Sample, turns: Sequence[tuple[int, int]], advantages: Iterator[np.float32]) -> F32:
-    row = np.zeros(len(sample.response_ids), np.float32)
+    token_advantages = np.zeros(len(sample.response_ids), np.float32)
     for begin, end in turns:
-        row[begin:end] = next(advantages)
-    return row
+        token_advantages[begin:end] = next(advantages)
+    return token_advantages
 
 
 def _by_rollout(samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -264,14 +268,14 @@ def _by_rollout(samples: Sequence[TrainSample]) -> list[TrainSample]:
     for sample in samples:
         tokens[sample.group_id, sample.index, sample.loss] += int(sample.loss_mask.sum())
 
-    def weighted(sample: TrainSample) -> TrainSample:
-        own, all_tokens = int(sample.loss_mask.sum()), tokens[sample.group_id, sample.index, sample.loss]
-        if own in (0, all_tokens):
+    def weigh(sample: TrainSample) -> TrainSample:
+        num_tokens, num_of_rollout = int(sample.loss_mask.sum()), tokens[sample.group_id, sample.index, sample.loss]
+        if num_tokens in (0, num_of_rollout):
             return sample
-        row = np.ones(len(sample.loss_mask), np.float32) if sample.loss_weights is None else sample.loss_weights
-        return msgspec.structs.replace(sample, loss_weights=row * np.float32(own / all_tokens))
+        weights = np.ones(len(sample.loss_mask), np.float32) if sample.loss_weights is None else sample.loss_weights
+        return msgspec.structs.replace(sample, loss_weights=weights * np.float32(num_tokens / num_of_rollout))
 
-    return [weighted(sample) for sample in samples]
+    return [weigh(sample) for sample in samples]
 
 
 def _denominators(samples: Sequence[TrainSample], part: LossPart) -> tuple[float, float]:
@@ -296,25 +300,25 @@ def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPla
     """`advantage`: of the sample, or of each of its tokens."""
     sample = group.samples[i]
     part: LossPart = "algo" if options.algo.is_given else sample.loss
-    tokens: F32 | None = None
-    turn_rewards = None
+    token_advantages: F32 | None = None
+    token_rewards = None
     if part == "sft":
         advantage = 1.0
     elif part == "distill":
         advantage = 0.0
     elif options.algo.kind in ("ppo", "reinforce_pp") and sample.token_rewards is not None:
-        turn_rewards, advantage = sample.token_rewards, _unplaced(group, i)
+        token_rewards, advantage = sample.token_rewards, _unplaced(group, i)
     elif isinstance(advantage, np.ndarray):
-        tokens, kept = advantage, advantage[sample.loss_mask != 0]
-        advantage = float(kept.mean()) if kept.size else 0.0
+        token_advantages, learnt = advantage, advantage[sample.loss_mask != 0]
+        advantage = float(learnt.mean()) if learnt.size else 0.0
     return TrainSample.of(
         sample,
         cast("float", advantage),
-        token_advantages=tokens,
+        token_advantages=token_advantages,
         reward=float(group.rewards[i]),
         reference_logprobs=sample.reference_logprobs if options.algo.ref_urls else None,
         loss=part,
-        token_rewards=turn_rewards,
+        token_rewards=token_rewards,
     )
 
 
@@ -322,11 +326,11 @@ def _shard(
     whole: TrainShard, rank_plan: Sequence[Sequence[Sequence[int]]], samples: Sequence[TrainSample]
 ) -> TrainShard:
     """Renumber one rank's part of the plan to indexes into its own samples."""
-    mine = [i for minibatch in rank_plan for micro in minibatch for i in micro]
-    local = {i: k for k, i in enumerate(mine)}
+    indexes = [i for minibatch in rank_plan for micro in minibatch for i in micro]
+    local = {i: k for k, i in enumerate(indexes)}
     return msgspec.structs.replace(
         whole,
-        samples=tuple(samples[i] for i in mine),
+        samples=tuple(samples[i] for i in indexes),
         minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
     )
 
@@ -340,18 +344,18 @@ def batch_metrics(
     groups = batch.groups
     rewards = np.concatenate([g.rollout_rewards() for g in groups]).astype(np.float64)
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
-    cut = [s.finish == "length" for g in groups for s in g.samples]
+    truncated = [s.finish == "length" for g in groups for s in g.samples]
     temperatures = [s.temperature for g in groups for s in g.samples]
     oldest = [batch.oldest_version(group) for group in groups]
     lags = tuple(step - version if version >= 0 else -1 for version in oldest)
-    known = [lag for lag in lags if lag >= 0] or [0]
+    known_lags = [lag for lag in lags if lag >= 0] or [0]
     metrics = {
-        "lag/max": float(max(known)),
-        "lag/mean": float(np.mean(known)),
-        "lag/min": float(min(known)),
+        "lag/max": float(max(known_lags)),
+        "lag/mean": float(np.mean(known_lags)),
+        "lag/min": float(min(known_lags)),
         "batch/num_groups": float(len(groups)),
         "batch/response_tokens_mean": float(np.mean(lengths)),
-        "batch/truncated_fraction": float(np.mean(cut)),
+        "batch/truncated_fraction": float(np.mean(truncated)),
         "batch/temperature_min": min(temperatures),
         "batch/temperature_max": max(temperatures),
         "batch/knobs_min": float(min(g.knobs for g in groups)),
@@ -361,20 +365,20 @@ def batch_metrics(
     if any(lag >= 0 for lag in lags):
         metrics["reward/mean"] = float(rewards.mean())
         metrics["reward/std"] = float(rewards.std())
-    metrics |= _of_sources(groups, sources, has_rewards="reward/mean" in metrics)
-    for lag in range(max(known) + 1):  # zeros too: who shows the newest values must not see those of an older step
-        metrics[f"lag_hist/{lag}"] = float(known.count(lag))
+    metrics |= _source_metrics(groups, sources, has_rewards="reward/mean" in metrics)
+    for lag in range(max(known_lags) + 1):  # zeros too: a view of newest values must not show those of an older step
+        metrics[f"lag_hist/{lag}"] = float(known_lags.count(lag))
     return metrics, lags
 
 
-def _of_sources(groups: Sequence[Group], names: Sequence[str], *, has_rewards: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name in names:
-        mine = [group.rollout_rewards() for group in groups if group.prompt.source_name == name]
-        found[f"batch/source/{name}"] = len(mine) / len(groups)
-        if mine and has_rewards:
-            found[f"reward/source/{name}"] = float(np.concatenate(mine).astype(np.float64).mean())
-    return found
+def _source_metrics(groups: Sequence[Group], sources: Sequence[str], *, has_rewards: bool) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for source in sources:
+        rewards = [group.rollout_rewards() for group in groups if group.prompt.source_name == source]
+        metrics[f"batch/source/{source}"] = len(rewards) / len(groups)
+        if rewards and has_rewards:
+            metrics[f"reward/source/{source}"] = float(np.concatenate(rewards).astype(np.float64).mean())
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,8 +406,8 @@ async def planned_step(version: int, batch: ClaimedBatch, options: StepPlanOptio
         async with asyncio.timeout(timeout_s):
             return await in_daemon_thread(work, "batch functions")
     except TimeoutError as error:
-        named = (options.functions.reward_post_process, options.functions.advantage_fn)
-        names = " and ".join(f'"{one.name}"' for one in named if one is not None)
+        functions = (options.functions.reward_post_process, options.functions.advantage_fn)
+        names = " and ".join(f'"{function.name}"' for function in functions if function is not None)
         raise UserCodeError(
             f"{names} did not return within {timeout_s:g} s (step {version})",
             remedy="make it faster, or raise trainer.step_timeout_s",
@@ -433,15 +437,15 @@ class PartMetrics:
     def of(self, groups: Sequence[Group]) -> dict[str, float]:
         """`reward/part/NAME/mean` and `/std` over those samples of the batch that have the part, and how many names
         were left out; nothing where no sample has parts."""
-        found: dict[str, list[float]] = {}
-        for name, value in (item for g in groups for parts in g.reward_parts for item in parts.items()):
-            found.setdefault(name, []).append(value)
-        for name in sorted(found):
+        rewards: dict[str, list[float]] = {}
+        for name, reward in (item for g in groups for parts in g.reward_parts for item in parts.items()):
+            rewards.setdefault(name, []).append(reward)
+        for name in sorted(rewards):
             if len(self._names) < MAX_PARTS and len(name) <= MAX_NAME:
                 self._names.add(name)
-        metrics = {LEFT_OUT: float(len(found.keys() - self._names))} if found else {}
-        for name in sorted(found.keys() & self._names):
-            values = np.asarray(found[name], dtype=np.float64)
+        metrics = {LEFT_OUT: float(len(rewards.keys() - self._names))} if rewards else {}
+        for name in sorted(rewards.keys() & self._names):
+            values = np.asarray(rewards[name], dtype=np.float64)
             metrics[f"reward/part/{name}/mean"] = float(values.mean())
             metrics[f"reward/part/{name}/std"] = float(values.std())
         return metrics
@@ -474,8 +478,8 @@ def repetition(ids: I32) -> float:
     count = len(tail) - NGRAM + 1
     if count < 2:
         return 0.0
-    mixed = np.zeros(count, dtype=np.uint64)
-    for place in range(NGRAM):
-        mixed = (mixed ^ tail[place : place + count]) * _MULTIPLIER
-        mixed ^= mixed >> np.uint64(29)
-    return 1.0 - len(np.unique(mixed)) / count
+    hashes = np.zeros(count, dtype=np.uint64)
+    for position in range(NGRAM):
+        hashes = (hashes ^ tail[position : position + count]) * _MULTIPLIER
+        hashes ^= hashes >> np.uint64(29)
+    return 1.0 - len(np.unique(hashes)) / count

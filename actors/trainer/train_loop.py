@@ -55,7 +55,7 @@ from .step_plan import ClaimedBatch, PartMetrics, StepPlanOptions, planned_step
 _RESTING = ("paused", "disk")
 """Reasons of the buffer for having no batch that no other work of the run can end."""
 COORDINATOR = "coordinator"
-OF_PAIRS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
+PAIR_METRICS = ("loss", "accuracy", "margin", "rewards/chosen", "rewards/rejected")
 """Metrics of an evaluation on pairs."""
 GUARD = Operator(user="guard", via="auto")
 GUARD_REMEDY = "compare both by hand before going on: see docs/engines.md; `guard.bound = 0` switches the check off"
@@ -89,16 +89,16 @@ class TrainLoopOptions:
     def knobs(self, *, takes_turns: bool) -> TrainerKnobs:
         """The live knobs of a run with these settings. `takes_turns`: with engines on the same devices, which are then
         given every version, since they lose their weights in between."""
-        first: dict[str, KnobValue] = {
+        values: dict[str, KnobValue] = {
             **self.step_values,
             "num_steps": self.num_steps,
             "max_tokens_per_microbatch": self.plan.max_tokens,
             "checkpoint_every": self.checkpoints.trainer.checkpoint_every,
             "keep_last": self.checkpoints.trainer.keep_last,
         }
-        if self.publishes:
-            first |= {} if takes_turns else {"weights_every": 1}
-        return TrainerKnobs(first)
+        if self.publishes and not takes_turns:
+            values["weights_every"] = 1
+        return TrainerKnobs(values)
 
 
 def slowest_tenth(steps_s: Collection[float]) -> dict[str, float]:
@@ -144,6 +144,8 @@ class TrainLoop:
         self._trained_s = deque[float](maxlen=50)
         """How long the newest steps took the ranks, but for the first one, which warms up."""
         self._is_warm = False
+        self._rate = 1.0
+        """Learning rate of the newest step."""
         self._may_go = asyncio.Event()
         self._ranks_are_free = asyncio.Lock()
         """Held by the loop but at boundaries: ranks take one call after another, all in the same order."""
@@ -155,10 +157,11 @@ class TrainLoop:
     def go(self, start_version: int) -> None:
         """Start stepping from the version that the ranks have; `start_version` is the coordinator's view of it. An
         order that arrives before the gang reported in was meant for the gang before it, and is void."""
-        if (at := self.link.version) < 0:
+        version = self.link.version
+        if version < 0:
             self._ctx.log.warning("an order to start at version %d was not for this gang; ignored", start_version)
             return
-        self._ctx.log.info("the coordinator lets the loop start at version %d; it is at %d", start_version, at)
+        self._ctx.log.info("the coordinator lets the loop start at version %d; it is at %d", start_version, version)
         self.link.is_leading = True
         self._may_go.set()
 
@@ -234,8 +237,8 @@ class TrainLoop:
         return None
 
     async def _claim(self, version: int, blocked_by: str) -> Claim:
-        lacks = self.options.publishes and self.publisher.newest < version
-        wait_s = TIMEOUTS.trainer.held_back_s if lacks and blocked_by not in _RESTING else TIMEOUTS.trainer.claim_s
+        is_held_back = self.options.publishes and self.publisher.newest < version and blocked_by not in _RESTING
+        wait_s = TIMEOUTS.trainer.held_back_s if is_held_back else TIMEOUTS.trainer.claim_s
         return await self._ask("buffer", lambda: self._buffer.claim(version, wait_s, blocked_by))
 
     async def _between_claims(self, version: int, blocked_by: str) -> None:
@@ -267,7 +270,7 @@ class TrainLoop:
         started = self._clock.monotonic()
         await self._pass_step(version)
         with self._meter.during("compute", f"plan {version}"):
-            options = self.knobs.planned(self.options.plan)
+            options = self.knobs.plan_options(self.options.plan)
             plan = await planned_step(version, batch, options, self.options.trainer.step_timeout_s)
         if self.share is not None:
             await self.share.take()
@@ -275,33 +278,40 @@ class TrainLoop:
             stats = await self._gang.train(plan.shards, self.knobs.for_step())
         metrics = plan.metrics | self._parts.of(batch.groups) | stats.metrics | self.knobs.metrics()
         metrics["knobs/epoch"] = float(self.owner.epoch)
-        made = self.link.version = version + 1
+        self._check_rate(version, metrics.get("train/lr", self._rate))
+        new_version = self.link.version = version + 1
         with self._meter.during("wait-data", "tell buffer"):
             await self._ask("buffer", lambda: self._buffer.trained(version))
-        await self._is_end(made)  # before anything is written or published as the run's last
+        await self._is_end(new_version)  # before anything is written or published as the run's last
         if self.share is not None:
-            await self._write_if_due(made)
+            await self._write_if_due(new_version)
             self.share.trained()
         publish_started = self._clock.monotonic()
-        manifest = await self._publish_if_due(made)
+        manifest = await self._publish_if_due(new_version)
         metrics["weights/publish_s"] = self._clock.monotonic() - publish_started
         metrics["leader/step_wall_s"] = self._clock.monotonic() - started
         self._trained_s.extend([metrics.get("train/step_s", 0.0)] * self._is_warm)
         self._is_warm = True
         metrics |= slowest_tenth(self._trained_s)
         group_ids = tuple(g.group_id for g in batch.groups)
-        report = StepReport(step=version, version=made, metrics=metrics, lags=plan.lags, group_ids=group_ids)
-        self._telemetry.metric(made, metrics)
-        async with self._engines_turn(made):
+        report = StepReport(step=version, version=new_version, metrics=metrics, lags=plan.lags, group_ids=group_ids)
+        self._telemetry.metric(new_version, metrics)
+        async with self._engines_turn(new_version):
             with self._meter.during("wait-weights", "tell coordinator"):
                 await self._ask("coordinator", lambda: self._coordinator.version_made(manifest, report))
         if self.share is None:
-            await self._write_if_due(made)
+            await self._write_if_due(new_version)
         else:
-            self._telemetry.metric(made, self.share.metrics())
+            self._telemetry.metric(new_version, self.share.metrics())
         if not any(plan.lags):
             await self._guard(version, stats.metrics.get("train/logprob_diff_abs_mean", 0.0))
-        return made
+        return new_version
+
+    def _check_rate(self, version: int, rate: float) -> None:
+        before, self._rate = self._rate, rate
+        if before and not rate:
+            text = f"from step {version} on nothing is learned: the schedule has ended, with the learning rate 0"
+            self.report.warn("learning-rate-zero", f"{text} -- set decay_steps or min_lr_ratio")
 
     async def _guard(self, version: int, gap: float) -> None:
         """`gap`: mean |log p(engine) - log p(trainer)| of tokens that `version` generated: precision, kernels, a weight
@@ -325,18 +335,18 @@ class TrainLoop:
         with self._meter.during("wait-data", "knobs"):
             used = await pull(self._ctx, self.owner, "step", version)
         if used:
-            live = {name: self.knobs.count(name) for name in ("checkpoint_every", "keep_last")}
+            values = {name: self.knobs.count(name) for name in ("checkpoint_every", "keep_last")}
             options = self.checkpoints.options
-            self.checkpoints.options = replace(options, trainer=options.trainer.model_copy(update=live))
+            self.checkpoints.options = replace(options, trainer=options.trainer.model_copy(update=values))
 
-    async def _publish_if_due(self, made: int) -> WeightManifest | None:
+    async def _publish_if_due(self, version: int) -> WeightManifest | None:
         """None where engines keep what they have. The last version is always published."""
         if not self.options.publishes:
             return None
         with self._meter.during("wait-weights", "knobs"):
-            await pull(self._ctx, self.owner, "weights", made)
-        is_due = made - self.publisher.newest >= self.knobs.count("weights_every", 1)
-        return await self.publisher.publish(made) if is_due or made >= self._last else None
+            await pull(self._ctx, self.owner, "weights", version)
+        is_due = version - self.publisher.newest >= self.knobs.count("weights_every", 1)
+        return await self.publisher.publish(version) if is_due or version >= self._last else None
 
     async def _give_held_back(self, version: int) -> None:
         """Engines lack `version`: given once nothing is under way, for no group may start before they have it."""
@@ -356,9 +366,9 @@ class TrainLoop:
         if self.options.publishes and self.publisher.newest < version:
             await self._offer(version)
         if self._written != version:
-            asked = self.checkpoints.options
-            is_wanted = asked.trainer.checkpoint_every > 0 or (asked.at_stop and bool(self._stop_reason))
-            is_new = is_wanted and (version > start_version or self.checkpoints.lacks(version))
+            options = self.checkpoints.options
+            is_asked = options.trainer.checkpoint_every > 0 or (options.at_stop and bool(self._stop_reason))
+            is_new = is_asked and (version > start_version or self.checkpoints.lacks(version))
             if is_new or self.checkpoints.is_pending or self.options.trainer.export_at_end:
                 async with self._trainers_turn(version):
                     await self._write_last(version, is_new=is_new)
@@ -412,16 +422,16 @@ class TrainLoop:
                 return error
 
         # A caller that goes away cancels nothing: some ranks may have begun what others would then leave out.
-        found = await asyncio.shield(self._ctx.spawn(attempt(), name="evaluate"))
-        if isinstance(found, MyxaError):
-            raise found
-        return found
+        outcome = await asyncio.shield(self._ctx.spawn(attempt(), name="evaluate"))
+        if isinstance(outcome, MyxaError):
+            raise outcome
+        return outcome
 
     async def _compare(self, prompts: Sequence[Prompt]) -> EvalResult:
-        make, options = self.options.make_pair, replace(self.options.plan, minibatches=1)
-        if make is None or not prompts:
+        make_pair, options = self.options.make_pair, replace(self.options.plan, minibatches=1)
+        if make_pair is None or not prompts:
             raise TrainError("this run has no held-out pairs", remedy="name some as eval.data")
-        pairs, errors = await in_daemon_thread(lambda: _made(make, prompts), "write held-out pairs")
+        pairs, errors = await in_daemon_thread(lambda: _make_pairs(make_pair, prompts), "write held-out pairs")
         if not pairs:
             raise errors[0]
         sums = Counter[str]()
@@ -430,17 +440,17 @@ class TrainLoop:
             for start in range(0, len(pairs), size):
                 if self._stop_reason and not self.knobs.is_at_end:
                     raise TrainError("the run stops before all held-out pairs are compared")
-                part = pairs[start : start + size]
+                batch = pairs[start : start + size]
                 plan = await planned_step(
-                    version, ClaimedBatch(part), self.knobs.planned(options), self.options.trainer.step_timeout_s
+                    version, ClaimedBatch(batch), self.knobs.plan_options(options), self.options.trainer.step_timeout_s
                 )
                 shards = [msgspec.structs.replace(shard, is_held_out=True) for shard in plan.shards]
                 try:
-                    found = (await self._gang.train(shards, self.knobs.for_step())).metrics
+                    metrics = (await self._gang.train(shards, self.knobs.for_step())).metrics
                 except TrainError as error:
                     self._lost = error if self.options.world_size > 1 else None
                     raise
-                sums.update({name: found[f"train/{name}"] * len(part) for name in OF_PAIRS})
+                sums.update({name: metrics[f"train/{name}"] * len(batch) for name in PAIR_METRICS})
         means = {name: total / len(pairs) for name, total in sums.items()}
         return EvalResult(
             mean_reward=means["accuracy"],
@@ -477,11 +487,11 @@ class TrainLoop:
             await self._ask("coordinator", lambda: self._coordinator.weights_offered(manifest))
 
 
-def _made(make: Callable[[Prompt], Group], prompts: Sequence[Prompt]) -> tuple[list[Group], list[MyxaError]]:
+def _make_pairs(make_pair: Callable[[Prompt], Group], prompts: Sequence[Prompt]) -> tuple[list[Group], list[MyxaError]]:
     groups, errors = list[Group](), list[MyxaError]()
     for prompt in prompts:
         try:
-            groups.append(make(prompt))
+            groups.append(make_pair(prompt))
         except MyxaError as error:  # too long, or not to be written by the template: it would not be trained on either
             errors.append(error)
     return groups, errors
@@ -511,8 +521,8 @@ class TrainerGang:
         """All ranks at once; rank 0's metrics. Raises TrainError naming who failed, UserCodeError of a user's loss."""
         started, began = self.report.clock.wall(), self.report.clock.monotonic()
         try:
-            own = zip(self.ranks.items(), self.shard_of_rank, strict=True)
-            calls = {name: rank.train_shard(shards[shard], knobs) for (name, rank), shard in own}
+            ranks = zip(self.ranks.items(), self.shard_of_rank, strict=True)
+            calls = {name: rank.train_shard(shards[shard], knobs) for (name, rank), shard in ranks}
             stats = await together(calls, fails_fast=True)
         except GatherError as error:
             raise self._failed(shards[0].step, error) from error
@@ -596,16 +606,15 @@ class GroupFetcher:
 
     async def groups(self, group_ids: tuple[int, ...]) -> tuple[Group, ...]:
         """In that order. Raises TrainError for a group that is too large by itself, and what `fetch` raises."""
-        found: list[Group] = []
-        while left := group_ids[len(found) :]:
-            piece = left[: self.at_once]
+        groups: list[Group] = []
+        while ids := group_ids[len(groups) :][: self.at_once]:
             try:
-                found += await self._fetch(piece)
+                groups += await self._fetch(ids)
             except MessageTooLarge as error:
-                if len(piece) == 1:
+                if len(ids) == 1:
                     raise TrainError(
-                        f"group {piece[0]} cannot be handed to the trainer: {error.message}",
+                        f"group {ids[0]} cannot be handed to the trainer: {error.message}",
                         remedy="lower rollout.num_samples or rollout.max_new_tokens, or give the row less metadata",
                     ) from error
-                self.at_once = len(piece) // 2
-        return tuple(found)
+                self.at_once = len(ids) // 2
+        return tuple(groups)

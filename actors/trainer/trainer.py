@@ -33,7 +33,7 @@ from ..knobs.owner import LOG_LEVEL, KnobOwner, OwnsKnobs
 from ..telemetry import Reporter
 from ..tenancy.time_share import TimeShare
 from ..weights.publish import ChannelEnd
-from .knobs import after, of_ranks
+from .knobs import of_ranks, with_pending
 from .start_point import StartFinder, StartPoint, restore
 from .tenant import TrainerTenancy, TrainerTenant
 from .train_loop import TrainLoop, TrainLoopOptions
@@ -261,7 +261,7 @@ class Trainer(OwnsKnobs, TrainerContract):
         reason = self._knobs.refuses_end(values, at)
         if reason or not of_ranks(values):
             return reason
-        return self.backend.judge_knobs(of_ranks(after(self.knob_owner.sheet(), values)))
+        return self.backend.judge_knobs(of_ranks(with_pending(self.knob_owner.sheet(), values)))
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         return await self._require_leader().evaluate(request.prompts)

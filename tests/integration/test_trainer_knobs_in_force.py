@@ -45,6 +45,22 @@ async def test_a_learning_rate_is_used_from_its_step_on_and_says_so(model: Path,
         assert (steps[2]["knob/lr"], steps[2]["knob/weight_decay"]) == (5e-4, 0.1)
 
 
+async def test_steps_after_the_end_of_a_schedule_are_told_once(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That they learn nothing; not where the schedule ends above 0, and again when it has ended once more."""
+    async with trainer_room(model, tmp_path, optimizer={"schedule": "linear", "decay_steps": 2}) as room:
+        for limit, decay_steps in ((4, 5), (6, 6)):
+            room.data.allow(limit)
+            await room.conductor.steps(limit)
+            await room.conductor.change(limit, decay_steps=decay_steps)
+        room.data.allow(7)
+        rates = [step["train/lr"] for step in await room.conductor.steps(7)]
+    assert [step for step in range(7) if not rates[step]] == [2, 3, 5, 6]
+    said = [record.message.partition(":")[0::2] for record in caplog.records if "learning-rate" in record.message]
+    assert [text[:22] for _, text in said] == [" from step 2 on nothin", " from step 5 on nothin"]
+
+
 async def test_a_step_waits_for_the_coordinator_that_decides_what_it_uses(model: Path, tmp_path: Path) -> None:
     class Deciding(Conductor):
         may_answer = asyncio.Event()
