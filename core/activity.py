@@ -42,7 +42,7 @@ _SHORT_S = 0.002
 """Spans are as long at least, but for those with arguments."""
 _MAX_SAMPLES = 64
 """Groups with their texts that wait for the monitor: some MiB."""
-_Told = MetricPoint | Event | Span | GroupText
+_TelemetryRecord = MetricPoint | Event | Span | GroupText
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,7 +104,7 @@ class ActivityMeter:
         try:
             yield
         finally:
-            del blocks[max(at for at, one in enumerate(blocks) if one is block)]
+            del blocks[max(index for index, open_block in enumerate(blocks) if open_block is block)]
             self._update()
 
     def switch(self, kind: ActivityKind, name: str = "", **args: Any) -> None:
@@ -272,9 +272,9 @@ class TelemetryBuffer:
 
     def samples_to_tell(self, num: int) -> int:
         """Of so many groups how many may be told now without pushing out others; the rest counts as left out."""
-        told = min(num, max(0, self._limit("samples") - len(self._waiting["samples"])))
-        self._num_untold += num - told
-        return told
+        num_told = min(num, max(0, self._limit("samples") - len(self._waiting["samples"])))
+        self._num_untold += num - num_told
+        return num_told
 
     def sample(self, group: GroupText) -> None:
         self._append("samples", group)
@@ -289,15 +289,15 @@ class TelemetryBuffer:
     def drain(self, max_bytes: int = 400_000) -> Telemetry:
         """The next bundle, of about `max_bytes` encoded. Call again while `len(buffer)` is not 0."""
         self._take_from_meter()
-        budget, taken = max_bytes, dict[str, Any]()
+        budget, fields = max_bytes, dict[str, Any]()
         for name, queue in self._waiting.items():
             records: list[Any] = []
             while queue and budget > 0:
                 records.append(queue.popleft())
                 budget -= _size_bytes(records[-1])
-            taken[name] = tuple(records)
+            fields[name] = tuple(records)
         dropped, self._dropped = self._dropped, Counter[str]()
-        return self.numbered(Telemetry(**taken, dropped=dict(dropped)))
+        return self.numbered(Telemetry(**fields, dropped=dict(dropped)))
 
     def numbered(self, bundle: Telemetry) -> Telemetry:
         self._number += 1
@@ -322,10 +322,10 @@ class TelemetryBuffer:
         if now >= self._next_time_s:
             self._next_time_s = now + self.time_every_s
             values = {f"time/{kind}": seconds for kind, seconds in self.meter.totals().items()}
-            named = self.meter.named_totals()
+            seconds_by_name = self.meter.named_totals()
             for more in self.more_seconds:
-                named |= more()
-            values |= {f"time/{name}": seconds for name, seconds in named.items()}
+                seconds_by_name |= more()
+            values |= {f"time/{name}": seconds for name, seconds in seconds_by_name.items()}
             if self._flows.num_skipped:
                 values["trace/hops_skipped"] = float(self._flows.num_skipped)
             if self._num_untold:
@@ -333,7 +333,7 @@ class TelemetryBuffer:
             wall_s = self.clock.wall()
             self._append("metrics", MetricPoint(source=self.source, step=self._last_step, wall_s=wall_s, values=values))
 
-    def _append(self, name: str, record: _Told) -> None:
+    def _append(self, name: str, record: _TelemetryRecord) -> None:
         if len(self._waiting[name]) >= self._limit(name):
             self._make_room(name)
         self._waiting[name].append(record)
@@ -347,16 +347,16 @@ class TelemetryBuffer:
         kind, count = Counter(event.kind for event in queue).most_common(1)[0]
         num_left = -(-count // 2)
         self._dropped[f"{name} {kind}"] += num_left
-        kept = deque[Any]()
+        remaining = deque[Any]()
         for event in queue:
             if event.kind == kind and num_left:
                 num_left -= 1
             else:
-                kept.append(event)
-        self._waiting[name] = kept
+                remaining.append(event)
+        self._waiting[name] = remaining
 
 
-def _size_bytes(record: _Told) -> int:
+def _size_bytes(record: _TelemetryRecord) -> int:
     """About how long the record is as JSON; an estimate, since encoding twice would cost more than it saves."""
     if isinstance(record, MetricPoint):
         return 90 + 44 * len(record.values)

@@ -94,18 +94,18 @@ _SWEEP_S = 10.0
 
 
 @contextmanager
-def locked_scratch(what: str) -> Generator[tempfile.TemporaryDirectory[str]]:
-    """A temporary folder with `what` in its name, removed at the end; by `remove_dead_scratch` if this process is
+def locked_scratch(purpose: str) -> Generator[tempfile.TemporaryDirectory[str]]:
+    """A temporary folder with `purpose` in its name, removed at the end; by `remove_dead_scratch` if this process is
     killed. Raises OSError."""
     with ExitStack() as stack:
         while True:
-            made = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{what}-", ignore_cleanup_errors=True)
-            stack.callback(made.cleanup)
+            scratch = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{purpose}-", ignore_cleanup_errors=True)
+            stack.callback(scratch.cleanup)
             with suppress(FileNotFoundError):  # it was taken for a dead process's before it was locked
-                if stack.enter_context(locked_folder(Path(made.name), _SWEEP_S)) and Path(made.name).exists():
+                if stack.enter_context(locked_folder(Path(scratch.name), _SWEEP_S)) and Path(scratch.name).exists():
                     break
             stack.close()
-        yield made
+        yield scratch
 
 
 def remove_dead_scratch() -> None:
@@ -239,8 +239,8 @@ def refusal(error: BaseException) -> int | None:
             return 0
         if isinstance(cause, OSError) and cause.errno in _REMEDIES:
             return cause.errno
-        if (found := _OF_RUST.search(str(cause))) and int(found[1]) in _REMEDIES:
-            return int(found[1])
+        if (match := _OF_RUST.search(str(cause))) and int(match[1]) in _REMEDIES:
+            return int(match[1])
         if (code := getattr(cause, "sqlite_errorcode", 0) & 0xFF) in _SQLITE:  # the rest says where in SQLite
             return _SQLITE[code]
     return None
@@ -249,28 +249,28 @@ def refusal(error: BaseException) -> int | None:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     waiting, seen = [error], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        cause = waiting.pop()
+        if id(cause) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        if one.__cause__ is not None:
-            waiting.append(one.__cause__)
-        if isinstance(one, GatherError):
-            waiting += one.errors.values()
+        seen.add(id(cause))
+        yield cause
+        if cause.__cause__ is not None:
+            waiting.append(cause.__cause__)
+        if isinstance(cause, GatherError):
+            waiting += cause.errors.values()
 
 
 def refused(path: Path, error: BaseException) -> DiskRefused:
     """The error to raise for `error`, by which the disk under `path` refused."""
-    known = next((cause for cause in _causes(error) if isinstance(cause, DiskRefused)), None)
-    if known is not None:
-        return known
+    refused_before = next((cause for cause in _causes(error) if isinstance(cause, DiskRefused)), None)
+    if refused_before is not None:
+        return refused_before
     number = refusal(error) or 0
-    what = error.message if isinstance(error, MyxaError) else os.strerror(number) if number else str(error)
-    if str(path) not in what:
-        what = f"{path} cannot be written: {what}"
+    text = error.message if isinstance(error, MyxaError) else os.strerror(number) if number else str(error)
+    if str(path) not in text:
+        text = f"{path} cannot be written: {text}"
     remedy = f"{_REMEDIES.get(number, _UNCLEAR)}; the run waits, and continues by itself when it can be written"
-    return DiskRefused(f"{what} ({file_system(path)})", remedy=remedy)
+    return DiskRefused(f"{text} ({file_system(path)})", remedy=remedy)
 
 
 @contextmanager

@@ -153,5 +153,5 @@ def remaining_s(deadline_s: float | None, now: float) -> float | None:
     inherited = _scope.get().deadline_at
     if inherited is None:
         return deadline_s
-    left = inherited - now
-    return left if deadline_s is None else min(left, deadline_s)
+    remaining = inherited - now
+    return remaining if deadline_s is None else min(remaining, deadline_s)

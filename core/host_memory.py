@@ -55,7 +55,7 @@ def _number(path: Path) -> int | None:
 
 def _sum(path: Path, names: tuple[str, ...]) -> int:
     try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        entries = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     except (OSError, ValueError):
         return 0
-    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
+    return sum(int(entry[1]) for entry in entries if len(entry) == 2 and entry[0] in names)

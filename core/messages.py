@@ -41,7 +41,7 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ("draft_acceptance_rate", "accepted_tokens", "drafted_tokens"),
             ("draft_accepted_length", "verified_tokens", "verified_steps"),
         )
-        return {f"rollout/{name}": new[part] / new[whole] for name, part, whole in rates if new[whole]}
+        return {f"rollout/{name}": new[part] / new[total] for name, part, total in rates if new[total]}
 
 
 ActivityKind = Literal[
@@ -421,7 +421,7 @@ class AnswerText(Record, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The model's last turn."""
-        return next((one.content for one in reversed(self.messages) if one.is_model), "")
+        return next((message.content for message in reversed(self.messages) if message.is_model), "")
 
 
 class GroupText(Record, frozen=True, kw_only=True):
@@ -455,13 +455,13 @@ class GroupText(Record, frozen=True, kw_only=True):
 
     @property
     def prompt(self) -> str:
-        return "\n".join(f"{one.role}: {one.content}" for one in self.messages)
+        return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
     @property
     def words(self) -> str:
         """All that is said."""
-        said = (one.content for answer in self.answers for one in answer.messages)
-        return "\n".join([self.prompt, self.label, *said])
+        texts = (message.content for answer in self.answers for message in answer.messages)
+        return "\n".join([self.prompt, self.label, *texts])
 
 
 class Telemetry(Record, frozen=True):
@@ -479,9 +479,9 @@ class Telemetry(Record, frozen=True):
 
     def counts(self) -> Counter[str]:
         """Its records: "metrics", "spans", "samples" or "events KIND" -> how many."""
-        found = Counter(f"events {event.kind}" for event in self.events)
-        found.update(metrics=len(self.metrics), spans=len(self.spans), samples=len(self.samples))
-        return +found
+        counts = Counter(f"events {event.kind}" for event in self.events)
+        counts.update(metrics=len(self.metrics), spans=len(self.spans), samples=len(self.samples))
+        return +counts
 
 
 DropReason = Literal[

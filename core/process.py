@@ -65,13 +65,13 @@ class ProcessorTime:
 
 def _threads() -> dict[str, tuple[int, int]]:
     """Nanoseconds that each ran, and waited for a processor."""
-    found: dict[str, tuple[int, int]] = {}
+    times: dict[str, tuple[int, int]] = {}
     with contextlib.suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError, ValueError):  # it ended; a kernel that does not count
                 ran, waited, _ = (thread / "schedstat").read_text(encoding="ascii").split()
-                found[thread.name] = int(ran), int(waited)
-    return found
+                times[thread.name] = int(ran), int(waited)
+    return times
 
 
 _PR_SET_PDEATHSIG = 1
@@ -116,6 +116,6 @@ def name_process(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(os.fsencode(name)[:_NAME_BYTES]))
 
 
-def _prctl(what: int, value: object) -> bool:
+def _prctl(option: int, value: object) -> bool:
     """Whether the kernel did it; else `ctypes.get_errno` says why not."""
-    return _IS_LINUX and ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) == 0
+    return _IS_LINUX and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0

@@ -86,26 +86,26 @@ _UNHEARD: set[asyncio.Task[Any]] = set()
 async def together(calls: Mapping[str, Coroutine[Any, Any, T]], *, fails_fast: bool = False) -> dict[str, T]:
     """By name. Raises GatherError if one fails, once all have ended, or (`fails_fast`) at the first error."""
     loop = asyncio.get_running_loop()
-    tasks = {name: loop.create_task(one, name=f"call of {name}") for name, one in calls.items()}
+    tasks = {name: loop.create_task(coroutine, name=f"call of {name}") for name, coroutine in calls.items()}
     try:
         if tasks:
             when = asyncio.FIRST_EXCEPTION if fails_fast else asyncio.ALL_COMPLETED
             await asyncio.wait(tasks.values(), return_when=when)
     finally:
-        rest = {name: task for name, task in tasks.items() if not task.done()}
-        _UNHEARD.update(rest.values())
-        for task in rest.values():
+        pending = {name: task for name, task in tasks.items() if not task.done()}
+        _UNHEARD.update(pending.values())
+        for task in pending.values():
             task.add_done_callback(_forget)
             if not fails_fast:  # the waiter was cancelled
                 task.cancel()
-        if rest and not fails_fast:
-            await asyncio.wait(rest.values())
-    answers = {name: _outcome(task) for name, task in tasks.items() if name not in rest}
+        if pending and not fails_fast:
+            await asyncio.wait(pending.values())
+    answers = {name: _outcome(task) for name, task in tasks.items() if name not in pending}
     errors = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
     if errors:
         causes = "; ".join(f"{name}: {error}" for name, error in errors.items())
         message = f"{len(errors)} of {len(tasks)} members failed, all were needed: {causes}"
-        raise GatherError(message, errors=errors, unheard=tuple(rest)) from next(iter(errors.values()))
+        raise GatherError(message, errors=errors, unheard=tuple(pending)) from next(iter(errors.values()))
     return cast("dict[str, T]", answers)
 
 

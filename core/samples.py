@@ -67,8 +67,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         content = [dict(part) for part in self.parts] or self.content
         more = {"name": self.name, "tool_calls": [dict(c) for c in self.tool_calls], "tool_call_id": self.tool_call_id}
         if self.keys:
-            whole = {"role": self.role, "content": content, **more, **self.extra}
-            return {key: whole[key] for key in self.keys if key in whole}
+            values = {"role": self.role, "content": content, **more, **self.extra}
+            return {key: values[key] for key in self.keys if key in values}
         filled = {key: value for key, value in more.items() if value}
         return {"role": self.role, "content": content, **filled, **self.extra}
 
@@ -159,11 +159,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def conversation(self) -> tuple[Message, ...]:
         """All that was said after the prompt, in order."""
-        said: list[Message] = []
+        messages: list[Message] = []
         for number, text in enumerate(self.turns):
-            said.append(Message(role="assistant", content=text))
-            said += self.replies[number] if number < len(self.replies) else ()
-        return tuple(said)
+            messages.append(Message(role="assistant", content=text))
+            messages += self.replies[number] if number < len(self.replies) else ()
+        return tuple(messages)
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token, or `NO_VERSION` when no engine took part."""
@@ -194,13 +194,13 @@ def joined_kept(parts: Sequence[tuple[I32 | None, int]]) -> I32 | None:
     width = max((kept.shape[1] for kept, _ in parts if kept is not None), default=0)
     if not width:
         return None
-    whole = np.full((sum(count for _, count in parts), width), -1, np.int32)
+    joined = np.full((sum(count for _, count in parts), width), -1, np.int32)
     start = 0
     for kept, count in parts:
         if kept is not None:
-            whole[start : start + count, : kept.shape[1]] = kept
+            joined[start : start + count, : kept.shape[1]] = kept
         start += count
-    return whole
+    return joined
 
 
 def wrong_kept(kept: I32 | None, ids: I32, vocab_size: int) -> str:
@@ -253,8 +253,8 @@ class ExpertChoices:
             return f"an expert outside [0, {self.num_experts})"
         columns = np.ascontiguousarray(ids.reshape(-1, self.top_k).T, self.dtype)  # a tenth of the time of sorting
         is_twice = np.zeros(columns.shape[1], np.bool_)
-        for one, other in combinations(columns, 2):
-            is_twice |= one == other
+        for column, other in combinations(columns, 2):
+            is_twice |= column == other
         if is_twice.any():
             token, layer = divmod(int(is_twice.argmax()), len(self.layers))
             return f"one expert twice for token {token} in layer {self.layers[layer]}: nothing was recorded there"
@@ -265,18 +265,18 @@ class ExpertChoices:
         if sample.oldest_version() == NO_VERSION or not sample.loss_mask.any():
             return ""
         needed = len(sample.prompt_ids) + int(np.flatnonzero(sample.loss_mask)[-1])
-        told = sample.experts
-        if told is None or len(told) < needed:
-            return f"the engine told the experts of {0 if told is None else len(told)} of {needed} tokens"
-        if told.ndim != 2 or told.shape[1] != self.row_bytes:
-            return f"experts have shape {list(told.shape)}, the model's are {self.row_bytes} bytes of a token"
-        return self.wrong_ids(self.ids(told))
+        experts = sample.experts
+        if experts is None or len(experts) < needed:
+            return f"the engine told the experts of {0 if experts is None else len(experts)} of {needed} tokens"
+        if experts.ndim != 2 or experts.shape[1] != self.row_bytes:
+            return f"experts have shape {list(experts.shape)}, the model's are {self.row_bytes} bytes of a token"
+        return self.wrong_ids(self.ids(experts))
 
 
 def joined_experts(parts: Sequence[U8 | None]) -> U8 | None:
     """uint8 [sum, bytes of a token]: those of tokens behind one another."""
-    told = [part for part in parts if part is not None and len(part)]
-    return np.concatenate(told) if len(told) > 1 else told[0] if told else None
+    filled = [part for part in parts if part is not None and len(part)]
+    return np.concatenate(filled) if len(filled) > 1 else filled[0] if filled else None
 
 
 def sample_name(group_id: int, index: int, branch: int) -> str:
@@ -343,7 +343,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def rollout_rewards(self) -> F32:
         """float32 [num rollouts]: each rollout counts once, whatever number of samples it has."""
-        last = {sample.index: at for at, sample in enumerate(self.samples)}
+        last = {sample.index: position for position, sample in enumerate(self.samples)}
         return self.rewards if len(last) == len(self.samples) else self.rewards[list(last.values())]
 
     def oldest_version(self) -> int:
@@ -354,6 +354,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 _TEXTS = ("text", "turns", "replies", "messages", "tools", "metadata")
+_SCORED = tuple(name for name in Sample.__struct_fields__ if name not in _TEXTS)
 
 
 class TrainSample(Sample, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -370,9 +371,9 @@ class TrainSample(Sample, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @classmethod
     def of(cls, sample: Sample, advantage: float, **fields: Any) -> TrainSample:
         """The sample with its advantage; `fields` take the place of its own."""
-        own: dict[str, Any] = {name: getattr(sample, name) for name in Sample.__struct_fields__ if name not in _TEXTS}
-        own |= {"advantage": advantage, **fields}
-        return cls(**own)
+        values: dict[str, Any] = {name: getattr(sample, name) for name in _SCORED}
+        values |= {"advantage": advantage, **fields}
+        return cls(**values)
 
 
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

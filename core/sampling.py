@@ -56,7 +56,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings = tuple(strings)
         self._decode = decode
-        self.window = max((len(one.encode()) for one in self._strings), default=0) + SPARE_TOKENS
+        self.window = max((len(string.encode()) for string in self._strings), default=0) + SPARE_TOKENS
         """Tokens back from the newest in which a string that it completes begins."""
 
     def __bool__(self) -> bool:
@@ -65,17 +65,17 @@ class StopStrings:
     def match(self, ids: Sequence[int], num_seen: int = 0) -> StopMatch | None:
         """The first stop string that a token of `ids[num_seen:]` completes; none ended in the tokens before."""
         first = max(num_seen - self.window, 0)
-        if not self._strings or not self._found(ids, first, len(ids)):
+        if not self._strings or not self._first_in(ids, first, len(ids)):
             return None
         low, high = num_seen, len(ids)
         while high - low > 1:  # a text that holds it holds it with more tokens too
             middle = (low + high) // 2
-            low, high = (low, middle) if self._found(ids, first, middle) else (middle, high)
-        return StopMatch(high, self._found(ids, first, high))
+            low, high = (low, middle) if self._first_in(ids, first, middle) else (middle, high)
+        return StopMatch(high, self._first_in(ids, first, high))
 
-    def _found(self, ids: Sequence[int], first: int, end: int) -> str:
+    def _first_in(self, ids: Sequence[int], first: int, end: int) -> str:
         text = self._decode(ids[first:end])
-        return next((one for one in self._strings if one in text), "")
+        return next((string for string in self._strings if string in text), "")
 
 
 MAX_PENALTY = 2.0
@@ -99,9 +99,10 @@ def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str]]:
     try:
         msgspec.convert(msgspec.to_builtins(sampling), type(sampling))
     except (msgspec.ValidationError, TypeError) as error:
-        what, _, place = str(error).partition(" - at `$.")
+        message, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`").partition("[")[0]
-        yield f"{name} is {getattr(sampling, name)!r}"[:120] if name else what, f"use plain values: {what.lower()}"
+        fault = f"{name} is {getattr(sampling, name)!r}"[:120] if name else message
+        yield fault, f"use plain values: {message.lower()}"
 
 
 _RANGES: tuple[tuple[str, float, float, float | None, str], ...] = (

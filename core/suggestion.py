@@ -10,18 +10,18 @@ CUTOFF = 0.6
 LIST_LIMIT = 12
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The known name most like `name` (case ignored), or None when nothing is alike."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
     if name.lower() in by_lower:
         return by_lower[name.lower()]
-    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=CUTOFF)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=CUTOFF)
+    return by_lower[matches[0]] if matches else None
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, candidates: Iterable[str]) -> str:
     """`did you mean "x"?`, or `known: a, b, c` when nothing is alike."""
-    names = sorted(known)
+    names = sorted(candidates)
     best = nearest(name, names)
     if best is not None:
         return f'did you mean "{best}"?'

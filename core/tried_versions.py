@@ -18,16 +18,16 @@ MAX_QUOTED = 40
 
 def untried(package: str, version: str) -> str:
     """That a version is older or newer than all that were tried, in words; empty: it is not, or there is none."""
-    tried = [_numbers(one) for one in TRIED[package]]
-    found = _numbers(version[:MAX_QUOTED])[: len(tried[0])]
-    if not version or tried[0] <= found <= tried[-1]:
+    tried = [_numbers(tried_version) for tried_version in TRIED[package]]
+    numbers = _numbers(version[:MAX_QUOTED])[: len(tried[0])]
+    if not version or tried[0] <= numbers <= tried[-1]:
         return ""
-    age = "newer" if found > tried[-1] else "older" if found else "another one"
+    age = "newer" if numbers > tried[-1] else "older" if numbers else "another one"
     shown = "".join(c if c.isprintable() else " " for c in version[:MAX_QUOTED])
     return f"{package} {shown} is {age} than what myxa was tried with ({', '.join(TRIED[package])})"
 
 
 def _numbers(version: str) -> list[int]:
     """Of "2.13.0+cpu" [2, 13, 0], of what is no version []."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return [int(number) for number in found[0].split(".")] if found else []
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return [int(number) for number in match[0].split(".")] if match else []

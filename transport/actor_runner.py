@@ -204,8 +204,8 @@ class ActorRunner:
             self._waiting.remove(inbound)
             self.num_held -= 1
             self._note_quiet()
-        elif inbound.has_begun and (found := self._running.get(id(inbound))) is not None:
-            found[1].cancel()
+        elif inbound.has_begun and (run := self._running.get(id(inbound))) is not None:
+            run[1].cancel()
 
     def _next(self) -> None:
         """Begin what may begin of what waits."""
@@ -265,8 +265,8 @@ class ActorRunner:
             try:
                 body, frames = codecs.reply.encode(value)
             except MyxaError as error:
-                what = f"{self.name}.{spec.name} returned what cannot travel: {error}"
-                raise UserCodeError(what) from error
+                message = f"{self.name}.{spec.name} returned what cannot travel: {error}"
+                raise UserCodeError(message) from error
             serving.reply(inbound, body, frames)
         except asyncio.CancelledError:
             if not inbound.is_answered:

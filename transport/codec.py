@@ -67,10 +67,10 @@ def lift(item: Any, lifted: list[memoryview]) -> Any:
     """What the body has for `item`, which JSON cannot express; an array's bytes are added to `lifted`."""
     if isinstance(item, np.ndarray):
         array = typing.cast("AnyArray", item)
-        known = _TRAVELS.get(array.dtype) or _TRAVELS.get(array.dtype.newbyteorder("="))
-        if known is None:
+        form = _TRAVELS.get(array.dtype) or _TRAVELS.get(array.dtype.newbyteorder("="))
+        if form is None:
             raise TypeError(f"an array of dtype {array.dtype} is not on the closed list of dtypes")
-        name, carrier = ("bfloat16", known[1]) if isinstance(item, BFloat16Array) else known
+        name, carrier = ("bfloat16", form[1]) if isinstance(item, BFloat16Array) else form
         if len(lifted) >= LIMITS.arrays:
             raise ValueError(f"it holds more than {LIMITS.arrays} arrays")
         raw = np.ascontiguousarray(array, dtype=carrier)
@@ -95,17 +95,17 @@ def _without_arrays(item: Any) -> Any:
 
 
 def _nonfinite(tree: Any) -> list[tuple[list[str | int], str]]:
-    found: list[tuple[list[str | int], str]] = []
+    places: list[tuple[list[str | int], str]] = []
     todo: list[tuple[list[str | int], Any]] = [([], tree)]
     while todo:
         path, node = todo.pop()
         if isinstance(node, float) and not math.isfinite(node):
-            found.append((path, repr(node)))
+            places.append((path, repr(node)))
         elif isinstance(node, dict):
             todo.extend(([*path, key], item) for key, item in typing.cast("dict[str, Any]", node).items())
         elif isinstance(node, list | tuple):
             todo.extend(([*path, i], item) for i, item in enumerate(typing.cast("list[Any]", node)))
-    return found
+    return places
 
 
 def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
@@ -157,12 +157,12 @@ class ArrayReader:
         self.claimed: set[int] = set()
 
     def read(self, kind: Any, item: Any) -> Any:
-        wanted = _wanted_dtype(kind)
-        if wanted is None:
+        dtype = _dtype_of(kind)
+        if dtype is None:
             raise TypeError(f"a field of type {kind} cannot travel")
         name, shape, index = _descriptor(item)
-        if wanted not in ("", name):
-            raise ValueError(f"expected an array of {wanted}, got {name}")
+        if dtype not in ("", name):
+            raise ValueError(f"expected an array of {dtype}, got {name}")
         carrier = _CARRIERS.get("uint16" if name == "bfloat16" else name)
         if carrier is None or len(shape) > MAX_NDIM or any(n < 0 for n in shape):
             raise ValueError(f"dtype {name!r} with shape {shape} is not an array")
@@ -187,7 +187,7 @@ def _descriptor(item: Any) -> tuple[str, tuple[int, ...], int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _wanted_dtype(kind: Any) -> str | None:
+def _dtype_of(kind: Any) -> str | None:
     """Name of the dtype an annotation asks for; "" for any; None if it is no array at all."""
     if kind is BFloat16Array:
         return "bfloat16"

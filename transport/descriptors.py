@@ -27,20 +27,20 @@ def raise_limit() -> int:
     return hard
 
 
-def check_room(what: str) -> None:
-    """Raises LaunchError if there are not enough free descriptors to make `what`."""
-    taken: list[int] = []
+def check_room(purpose: str) -> None:
+    """Raises LaunchError if there are not enough free descriptors to make `purpose`."""
+    copies: list[int] = []
     try:
         for _ in range(SPARE):
-            taken.append(os.dup(2))  # noqa: PERF401  # what was taken before an error must be given back
+            copies.append(os.dup(2))  # noqa: PERF401  # what was taken before an error must be given back
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             return  # no standard error to copy: nothing can be said
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise LaunchError(
-            f"no file descriptors are left for {what} (the limit is {limit})",
+            f"no file descriptors are left for {purpose} (the limit is {limit})",
             remedy="raise it (ulimit -n, LimitNOFILE=), or find out who leaks them: ls -l /proc/<pid>/fd",
         ) from error
     finally:
-        for descriptor in taken:
+        for descriptor in copies:
             os.close(descriptor)

@@ -103,9 +103,9 @@ class SocketTransport(Transport):
         if self.listen and self.keys is not None and self.guard is not None:
             host, port = split_listen(self.listen)
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
-            own, curve = self.keys.own, self.keys.own.public
-            first = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", own)
-            tcp = (first, self._bind(Lane.BULK, f"tcp://{host}:*", own))
+            key, curve = self.keys.own, self.keys.own.public
+            control_tcp = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", key)
+            tcp = (control_tcp, self._bind(Lane.BULK, f"tcp://{host}:*", key))
         self.endpoints = Endpoints(node_rank=self.node_rank, ipc=ipc, tcp=tcp, curve=curve)
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
@@ -156,39 +156,39 @@ class SocketTransport(Transport):
         if self.guard is None:
             return ""
         # The public key that was shown by the sender of what is being handled now.
-        proof = next((inbox.proof for at, inbox in self._inboxes if at is lane and inbox.proof), "")
+        proof = next((inbox.proof for inbox_lane, inbox in self._inboxes if inbox_lane is lane and inbox.proof), "")
         return self.guard.objection(proof, peer, name)
 
-    def _note(self, what: str, whom: str, remedy: str) -> None:
-        if self.counters[what] == 1:
-            _log.warning("refused (%s) from %s; the next ones are only counted. %s", what, whom or "?", remedy)
+    def _note(self, counter: str, sender: str, remedy: str) -> None:
+        if self.counters[counter] == 1:
+            _log.warning("refused (%s) from %s; the next ones are only counted. %s", counter, sender or "?", remedy)
 
     def connect(self, peer: PeerKey, endpoints: Endpoints) -> None:
         if self._is_closed:
             raise LaunchError(f"{peer} cannot be reached: this process is closing")
         self._address(peer, endpoints, Lane.CONTROL)
-        known = self._peers.get(peer)
-        if known is not None:
-            known.endpoints = endpoints
+        entry = self._peers.get(peer)
+        if entry is not None:
+            entry.endpoints = endpoints
             return
         self._peers[peer] = _Peer(endpoints)
         self._outbox(peer, self._peers[peer], Lane.CONTROL)
 
     def send(self, peer: PeerKey, lane: Lane, parcel: Parcel) -> None:
-        known = self._peers.get(peer)
-        if known is not None:
-            (known.outboxes[lane] or self._outbox(peer, known, lane)).send(parcel)
+        entry = self._peers.get(peer)
+        if entry is not None:
+            (entry.outboxes[lane] or self._outbox(peer, entry, lane)).send(parcel)
 
     def flush(self) -> None:
         until = time.monotonic() + TIMEOUTS.wire.settle_s
-        for known in self._peers.values():
-            if (outbox := known.outboxes[Lane.CONTROL]) is not None:
+        for entry in self._peers.values():
+            if (outbox := entry.outboxes[Lane.CONTROL]) is not None:
                 outbox.settle(until)
                 outbox.depart()
 
     def disconnect(self, peer: PeerKey, linger_s: float) -> None:
-        known = self._peers.pop(peer, None)
-        for outbox in known.outboxes if known is not None else ():
+        entry = self._peers.pop(peer, None)
+        for outbox in entry.outboxes if entry is not None else ():
             if outbox is not None:
                 self._lingering.add(outbox)
                 self._all_closed.clear()
@@ -199,20 +199,20 @@ class SocketTransport(Transport):
             if inbox_lane is lane:
                 inbox.forget(source)
 
-    def _outbox(self, peer: PeerKey, known: _Peer, lane: Lane) -> Outbox:
-        outbox = known.outboxes[lane]
+    def _outbox(self, peer: PeerKey, entry: _Peer, lane: Lane) -> Outbox:
+        outbox = entry.outboxes[lane]
         if outbox is None:
-            endpoint = self._address(peer, known.endpoints, lane)
-            make = functools.partial(self._make_outbox, endpoint, peer, known, lane)
-            outbox = known.outboxes[lane] = Outbox(endpoint, make, peer, lane, lambda: self.sink, self._on_closed)
+            endpoint = self._address(peer, entry.endpoints, lane)
+            make = functools.partial(self._make_outbox, endpoint, peer, entry, lane)
+            outbox = entry.outboxes[lane] = Outbox(endpoint, make, peer, lane, lambda: self.sink, self._on_closed)
         return outbox
 
-    def _make_outbox(self, endpoint: str, peer: PeerKey, known: _Peer, lane: Lane) -> Socket:
+    def _make_outbox(self, endpoint: str, peer: PeerKey, entry: _Peer, lane: Lane) -> Socket:
         keys = self.keys if endpoint.startswith("tcp:") else None
         if keys is None:
             check_owner(endpoint)
             return make_outbox(self._context, lane, None)
-        server = known.endpoints.curve or keys.registry
+        server = entry.endpoints.curve or keys.registry
         return make_outbox(self._context, lane, keys.own if self._has_joined else keys.joining, server)
 
     def _address(self, peer: PeerKey, endpoints: Endpoints, lane: Lane) -> str:

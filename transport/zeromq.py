@@ -90,13 +90,14 @@ def make_outbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None, s
     return outbox
 
 
-def _new_socket(context: zmq.Context[Socket], kind: int, what: str) -> Socket:
-    check_room(what)
+def _new_socket(context: zmq.Context[Socket], kind: int, purpose: str) -> Socket:
+    check_room(purpose)
     try:
         return context.socket(kind)
     except zmq.ZMQError as error:
         raise LaunchError(
-            f"no socket for {what}: {error}", remedy=f"a process has {MANY_PEERS} at most; does it know so many peers?"
+            f"no socket for {purpose}: {error}",
+            remedy=f"a process has {MANY_PEERS} at most; does it know so many peers?",
         ) from error
 
 
@@ -362,9 +363,9 @@ class ZapHandler:
             self._answer(frames, b"400", b"not of this job", key)
         return True
 
-    def _refuse(self, what: str, address: str) -> None:
-        self._counters[what] += 1
-        self._note(what, address, _ZAP_REMEDIES[what])
+    def _refuse(self, counter: str, address: str) -> None:
+        self._counters[counter] += 1
+        self._note(counter, address, _ZAP_REMEDIES[counter])
 
     def _answer(self, frames: list[bytes], status: bytes, text: bytes, key: str) -> None:
         user = key.encode() if status == b"200" else b""

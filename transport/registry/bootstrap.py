@@ -66,8 +66,8 @@ def host_registry(name: str, transport: Transport) -> tuple[RegistryActor, NodeR
 async def join(rdzv: Rendezvous, name: str, transport: Transport, clock: Clock, timeout_s: float) -> NodeRecord:
     """Register and return our record. Raises LaunchError naming the registry's endpoint if it does not answer."""
     stranger = _Stranger()
-    own = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
-    session = Session(own=own, name=name, transport=transport, host=stranger, clock=clock)
+    key = PeerKey(PROVISIONAL | secrets.randbits(31), 0)
+    session = Session(own=key, name=name, transport=transport, host=stranger, clock=clock)
     transport.start(session)
     ticking = asyncio.get_running_loop().create_task(_tick(session), name=f"{name}: join")
     registry = Mirror(rdzv, session, clock, lambda _: None, lambda _: None).registry
@@ -231,8 +231,8 @@ class Mirror:
         give_up_at = self._clock.monotonic() + timeout_s
         with suppress(CallError):
             for name in (name for name in names if self.directory.find(name) is None):
-                asked = with_deadline(self.registry, timeout_s).updates(self.directory.version, 0.0, name)
-                for update in await asked:
+                registry = with_deadline(self.registry, timeout_s)
+                for update in await registry.updates(self.directory.version, 0.0, name):
                     self._take(update)
         left_s = give_up_at - self._clock.monotonic()
         return await self.changes.until(lambda: all(self.directory.find(n) for n in names), left_s)

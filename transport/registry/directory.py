@@ -182,5 +182,5 @@ class Directory:
             return NoSuchActor(
                 f"{name} is not there any more: {self._tombstones[name]}", remedy="try again when it is back"
             )
-        known = ", ".join(self.names()) or "no actor"
-        return NoSuchActor(f"no actor is called {name!r}", remedy=f"known now: {known}")
+        names = ", ".join(self.names()) or "no actor"
+        return NoSuchActor(f"no actor is called {name!r}", remedy=f"known now: {names}")

@@ -63,8 +63,8 @@ class RegistryState:
 
     def member(self, key: PeerKey | None) -> NodeRecord | None:
         """That incarnation; None: it is not there."""
-        found = self._by_id.get(key.node_id) if key is not None else None
-        return found if found is not None and found.key == key else None
+        node = self._by_id.get(key.node_id) if key is not None else None
+        return node if node is not None and node.key == key else None
 
     def meet(self, name: str, actor: str) -> bool:
         """See `RegistryActor.updates`. False: nothing changes."""
@@ -80,19 +80,19 @@ class RegistryState:
         if version == self.version:
             return ()
         if self._updates and self._updates[0].version <= version + 1 <= self.version and version >= 0:
-            found = tuple(self._updates)[version - self.version :]
+            updates = tuple(self._updates)[version - self.version :]
         else:
-            found = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=self.nodes()),)
-        return tuple(self._for(name, found)) if in_crowd(name) else found
+            updates = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=self.nodes()),)
+        return tuple(self._for(name, updates)) if in_crowd(name) else updates
 
     def _for(self, name: str, updates: tuple[DirectoryUpdate, ...]) -> Iterator[DirectoryUpdate]:
         def hears(other: NodeRecord | EndedNode) -> bool:
             return other.name == name or not in_crowd(other.name) or (name, other.name) in self._met
 
-        for one in updates:
-            nodes, gone = tuple(filter(hears, one.nodes)), tuple(filter(hears, one.gone))
-            if nodes or gone or one is updates[-1]:  # whose version says how far the mirror is
-                yield msgspec.structs.replace(one, nodes=nodes, gone=gone)
+        for update in updates:
+            nodes, gone = tuple(filter(hears, update.nodes)), tuple(filter(hears, update.gone))
+            if nodes or gone or update is updates[-1]:  # whose version says how far the mirror is
+                yield msgspec.structs.replace(update, nodes=nodes, gone=gone)
 
     def register(self, name: str, endpoints: Endpoints, pid: int = 0, role: str = "keeper") -> NodeRecord:
         """A number and an epoch that were never used; a living older incarnation is thereby over."""
@@ -174,7 +174,7 @@ class RegistryActor(Actor):
     @call(deadline=10, reentrant=True)
     async def announce(self, node: str, epoch: int, actors: tuple[HostedActor, ...], reasons: dict[str, str]) -> int:
         """All actors of a node; `reasons`: why some that were there are not. Returns the directory's version."""
-        self._to_speak(f"speak for {node}", node)
+        self._check_caller(f"speak for {node}", node)
         self.state.announce(node, epoch, actors, reasons)
         self._changes.tell()
         return self.state.version
@@ -182,13 +182,13 @@ class RegistryActor(Actor):
     @call(deadline=10, reentrant=True)
     async def leave(self, node: str, epoch: int, reason: str) -> None:
         """A process leaves cleanly; only itself may say so."""
-        self._to_speak(f"speak for {node}", node)
+        self._check_caller(f"speak for {node}", node)
         self._depart(node, epoch, reason)
 
     @call(deadline=10, reentrant=True)
     async def expect(self, node: str, public_key: str) -> None:
         """A process of that name joins over tcp with that key only; launchers announce it, the last one counts."""
-        self._to_speak("announce keys")
+        self._check_caller("announce keys")
         if not is_public_key(public_key):
             raise self._refusal("that is no public key")
         if self._guard is not None:
@@ -199,7 +199,7 @@ class RegistryActor(Actor):
         """A launcher saw the process end (negative status: by a signal). It knows the epoch or the process id; 0: not.
         All nodes hear of it; calls pending to it fail at once. False if that incarnation was gone or replaced already.
         Give one of the two: with neither, a report that comes late would hit the next incarnation."""
-        self._to_speak("report the end of another process")
+        self._check_caller("report the end of another process")
         return self._depart(node, epoch, f"its process ended with {describe_status(status)}", pid)
 
     def unreachable(self, key: PeerKey, why: str) -> None:
@@ -258,16 +258,16 @@ class RegistryActor(Actor):
         if not is_public_key(key) or owner != name:
             raise self._refusal(f"{name} gives a key that is {'no key' if owner == name else f'that of {owner}'}")
 
-    def _to_speak(self, what: str, name: str = "") -> None:
+    def _check_caller(self, request: str, name: str = "") -> None:
         """May the caller do that? In its own `name` all may. One that has not joined may only call `register`."""
         caller = current_caller()
         if self._guard is None or caller is None:
             return
-        found = self.state.member(caller)
-        if found is None:
+        node = self.state.member(caller)
+        if node is None:
             raise StaleEpoch(f"{caller} is not registered (any more)")
-        if found.role != "keeper" and found.name != name:
-            raise self._refusal(f"{found.name} may not {what}")
+        if node.role != "keeper" and node.name != name:
+            raise self._refusal(f"{node.name} may not {request}")
 
     def _refusal(self, why: str) -> NotPermitted:
         return NotPermitted(why, remedy="a process speaks under its own name and key; launchers hold the job's key")

@@ -29,11 +29,11 @@ TRACEBACK_CHARS = 20_000
 
 
 def _tree(root: type[MyxaError]) -> dict[str, type[MyxaError]]:
-    found = {root.__name__: root}
+    classes = {root.__name__: root}
     for child in root.__subclasses__():
         if child.__module__ == errors.__name__:
-            found.update(_tree(child))
-    return found
+            classes.update(_tree(child))
+    return classes
 
 
 _KNOWN = _tree(MyxaError)
@@ -54,12 +54,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def fault_of(error: BaseException) -> Fault:
     """What the caller gets for `error`, which a handler raised or the runtime refused with."""
     remote_type = type(error).__qualname__
-    known = next((c for c in type(error).__mro__ if _KNOWN.get(c.__name__) is c), None)
+    kind = next((c for c in type(error).__mro__ if _KNOWN.get(c.__name__) is c), None)
     is_of_another_call = isinstance(error, CallError) and error.callee != ""
-    if known is None or not isinstance(error, MyxaError) or is_of_another_call or isinstance(error, RemoteError):
+    if kind is None or not isinstance(error, MyxaError) or is_of_another_call or isinstance(error, RemoteError):
         return Fault(kind="RemoteError", message=str(error), remote_type=remote_type, traceback=_traceback(error))
     return Fault(
-        kind=known.__name__,
+        kind=kind.__name__,
         message=error.message,
         remedy=error.remedy,
         remote_type=remote_type,

@@ -180,11 +180,11 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
 
 
 def batch(envelopes: Sequence[bytes | bytearray]) -> bytes:
-    left = len(envelopes)
+    num_left = len(envelopes)
     parts: list[bytes | bytearray] = []
     for envelope in envelopes:
-        parts += _PIECE.pack(b"B", VERSION, left, len(envelope)), envelope
-        left -= 1
+        parts += _PIECE.pack(b"B", VERSION, num_left, len(envelope)), envelope
+        num_left -= 1
     return b"".join(parts)
 
 
@@ -193,18 +193,18 @@ def chunk_header(offset: int, total: int) -> bytes:
 
 
 def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
-    size, place, left = len(data), 0, 0
+    size, place, num_left = len(data), 0, 0
     if size and data[0] == _CHUNK_TAG:
         return _read_chunk(data, limits)
     envelopes: list[memoryview] = []
     while place + _PIECE_BYTES <= size:
-        tag, version, left, length = _PIECE.unpack_from(data, place)
+        tag, version, num_left, length = _PIECE.unpack_from(data, place)
         start = place + _PIECE_BYTES
         place = start + length
         if tag != b"B" or version != VERSION or place > size or len(envelopes) >= limits.batch:
             return Malformed(reason=f"neither batch nor chunk, or of version {version}")
         envelopes.append(data[start:place])
-    return envelopes if place == size and left == 1 else Malformed(reason="lengths in the batch do not add up")
+    return envelopes if place == size and num_left == 1 else Malformed(reason="lengths in the batch do not add up")
 
 
 def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malformed:
@@ -256,10 +256,10 @@ def fill_chunk(scratch: bytearray, data: Buffer, offset: int) -> memoryview:
     end = CHUNK_HEADER_BYTES + size
     if len(scratch) < end:
         scratch.extend(bytes(end - len(scratch)))
-    made = memoryview(scratch)[:end]
-    made[:CHUNK_HEADER_BYTES] = chunk_header(offset, len(data))
-    made[CHUNK_HEADER_BYTES:] = memoryview(data)[offset : offset + size]
-    return made
+    chunk = memoryview(scratch)[:end]
+    chunk[:CHUNK_HEADER_BYTES] = chunk_header(offset, len(data))
+    chunk[CHUNK_HEADER_BYTES:] = memoryview(data)[offset : offset + size]
+    return chunk
 
 
 def room_bytes() -> int:
@@ -283,8 +283,8 @@ class Assemblies:
         """Those in a message; what is malformed or given up is reported to the sink."""
         parts = split(message)
         if isinstance(parts, EnvelopeChunk):
-            whole = self._joined(sink, source, lane, parts)
-            parts = whole if isinstance(whole, Malformed) else [whole] if whole is not None else []
+            envelope = self._joined(sink, source, lane, parts)
+            parts = envelope if isinstance(envelope, Malformed) else [envelope] if envelope is not None else []
         if isinstance(parts, Malformed):
             sink.malformed(source, lane, parts.reason)
             return ()

@@ -55,7 +55,7 @@ class PeerGuard:
 
     def expect(self, badge: KeyRights) -> None:
         """The registry's process: a process with that key will ask to join. A later key of that name replaces it."""
-        for key in [k for k, known in self._candidates.items() if known.name == badge.name]:
+        for key in [key for key, rights in self._candidates.items() if rights.name == badge.name]:
             del self._candidates[key]
         _remember(self._candidates, badge.key, badge, MAX_CANDIDATES)
 
@@ -107,9 +107,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _remember(known: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+def _remember(entries: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
     """The oldest goes for the newest."""
-    known[key] = value
-    known.move_to_end(key)
-    while len(known) > most:
-        known.popitem(last=False)
+    entries[key] = value
+    entries.move_to_end(key)
+    while len(entries) > limit:
+        entries.popitem(last=False)

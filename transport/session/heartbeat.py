@@ -96,14 +96,14 @@ class Heartbeat:
         self._looked_at = clock.monotonic()
 
     @contextlib.contextmanager
-    def busy(self, who: str, limit_s: float, why: str) -> Generator[None]:
+    def busy(self, actor: str, limit_s: float, why: str) -> Generator[None]:
         """While this lasts, at most `limit_s`, peers do not expect to hear of this process. They get it before this
         returns, so what blocks right afterwards was announced. Raises ConfigError for a limit that is none."""
         if not 0 < limit_s <= TIMEOUTS.wire.max_busy_s:
             remedy = f"a limit is more than 0 s, at most {TIMEOUTS.wire.max_busy_s:g} s"
-            raise ConfigError(f"{who}: busy for {limit_s} s", remedy=remedy)
+            raise ConfigError(f"{actor}: busy for {limit_s} s", remedy=remedy)
         number = next(self._numbers)
-        self._busy[number] = (self._clock.monotonic() + limit_s, f"{who}: {why}"[:MAX_WORDS])
+        self._busy[number] = (self._clock.monotonic() + limit_s, f"{actor}: {why}"[:MAX_WORDS])
         self._tell_all()
         try:
             yield

@@ -157,10 +157,10 @@ class Session:
     def overflowed(self, source: bytes, lane: Lane, head: bytes, total: int) -> None:
         del total
         self.counters["overflowed"] += 1
-        link, known = self._sources[lane].get(source), peek(head)
-        if link is not None and known is not None and known[0] == Kind.CALL:
+        link, kind_and_corr = self._sources[lane].get(source), peek(head)
+        if link is not None and kind_and_corr is not None and kind_and_corr[0] == Kind.CALL:
             error = Overloaded("so much is being received that there is no memory for it")
-            self.serving.refuse_unread(link, known[1], error)
+            self.serving.refuse_unread(link, kind_and_corr[1], error)
 
     def greeting(self, peer: PeerKey, lane: Lane) -> bytes | bytearray:
         del lane
@@ -239,9 +239,9 @@ class Session:
 
     def _on_hello(self, source: bytes, lane: Lane, envelope: Envelope) -> None:
         key = PeerKey(envelope.src_node, envelope.src_epoch)
-        known = self._sources[lane].get(source)
-        if known is not None and known.key != key:
-            self.malformed(source, lane, f"HELLO: this connection is that of {known.key}")
+        speaker = self._sources[lane].get(source)
+        if speaker is not None and speaker.key != key:
+            self.malformed(source, lane, f"HELLO: this connection is that of {speaker.key}")
             return
         try:
             hello = read_hello(envelope.body)
