@@ -264,13 +264,13 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def put_groups(self, finished: tuple[GroupFinished, ...], rollout: str) -> tuple[PutResult, ...]:
         with self._changing("put"), self._groups.ledger.together():
-            kept = [self._groups.put(one.group, one.attempt, rollout) for one in finished]
-        for result, group in kept:
+            results = [self._groups.put(entry.group, entry.attempt, rollout) for entry in finished]
+        for result, group in results:
             if result.outcome in ("duplicate", "stale-attempt"):
                 self.ctx.log.info("group %d from %s: %s, %s", group.group_id, rollout, result.outcome, result.reason)
             if result.outcome == "filtered":
                 self._samples.left_out(group, self._groups.ledger.next_step, result.reason, rollout)
-        return tuple(result for result, _ in kept)
+        return tuple(result for result, _ in results)
 
     async def adopted(self, rollout: str, epoch: int, version: int, lineage: int) -> None:
         if self._opened is None:
@@ -310,16 +310,16 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
             has_more = False
             try:
                 has_more = await self._recall()
-                found = self._claim_now(step)
+                claim = self._claim_now(step)
             except DiskRefused:
-                found = Claim(step=step, blocked_by="disk")
-            is_news = blocked_by is not None and found.blocked_by != blocked_by
-            if found.groups or found.finished or is_news:
-                return found
+                claim = Claim(step=step, blocked_by="disk")
+            is_news = blocked_by is not None and claim.blocked_by != blocked_by
+            if claim.groups or claim.finished or is_news:
+                return claim
             waited_s = await self._claims.wait(until_s, is_urgent=has_more)
             self._claim_wait_s += waited_s or 0.0
             if waited_s is None:
-                return found
+                return claim
 
     async def _recall(self) -> bool:
         """The next prompts are answered by the groups that are recorded of them; False: none may be drawn now."""
@@ -328,12 +328,12 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         request = DrawRequest(
             rollout=RECORDED, epoch=0, version=ALWAYS_NEWEST, max_groups=RECALLED_GROUPS, wait_s=0
         )  # fmt: skip
-        given, _ = self._draw_now(request)
+        assignments, _ = self._draw_now(request)
         with self._at_work("recall"):
-            groups = tuple(GroupFinished(group=self.recorded(work), attempt=work.attempt) for work in given)
+            groups = tuple(GroupFinished(group=self.recorded(work), attempt=work.attempt) for work in assignments)
         if groups:
             await self.put_groups(groups, RECORDED)
-        return bool(given)
+        return bool(assignments)
 
     def _claim_now(self, step: int) -> Claim:
         started_s, wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
@@ -396,8 +396,8 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
     def _retune(self, groups: Groups, values: Mapping[str, KnobValue], epoch: int) -> None:
         with self._at_work("retune"):
             num_dropped = groups.retune(values, epoch)
-        words = ", ".join(f"{name} {value}" for name, value in values.items())
-        self._tell("retuned", f"{words}; {num_dropped} groups dropped")
+        changes = ", ".join(f"{name} {value}" for name, value in values.items())
+        self._tell("retuned", f"{changes}; {num_dropped} groups dropped")
         self._ring()
 
     def _ring(self) -> None:

@@ -74,7 +74,7 @@ def parse_mix(text: str, names: Sequence[str]) -> dict[str, Fraction]:
     """Weights of "math:0.7,code:0.3". Raises ValueError unless it names every source once, not all weights 0."""
     weights: dict[str, Fraction] = {}
     for part in text.split(","):
-        name, colon, number = (word.strip() for word in part.partition(":"))
+        name, colon, number = map(str.strip, part.partition(":"))
         if not colon:
             raise ValueError(f"{part.strip()!r} is no NAME:WEIGHT: write {_example(names)}")
         if name not in names:
@@ -105,22 +105,22 @@ def mix_text(weights: Mapping[str, float]) -> str:
 
 def shares_of(weights: Mapping[str, Fraction]) -> dict[str, int]:
     """In whole numbers without a common divisor, sources without a weight left out."""
-    some = {name: weight for name, weight in sorted(weights.items()) if weight}
-    scale = math.lcm(*(weight.denominator for weight in some.values()))
-    whole = {name: int(weight * scale) for name, weight in some.items()}
-    divisor = math.gcd(*whole.values())
-    return {name: weight // divisor for name, weight in whole.items()}
+    weights = {name: weight for name, weight in sorted(weights.items()) if weight}
+    scale = math.lcm(*(weight.denominator for weight in weights.values()))
+    shares = {name: int(weight * scale) for name, weight in weights.items()}
+    divisor = math.gcd(*shares.values())
+    return {name: share // divisor for name, share in shares.items()}
 
 
 def next_source(shares: Shares, counts: Mapping[str, int]) -> str:
     """From which source the next draw is, `counts` having been drawn by these shares before."""
     if len(shares) == 1:
         return next(iter(shares))
-    whole, slack = sum(shares.values()), 2 * len(shares) - 2
+    total, slack = sum(shares.values()), 2 * len(shares) - 2
     after = sum(counts.get(name, 0) for name in shares) + 1
 
     def is_due(name: str) -> bool:
-        return slack * (shares[name] * after - counts.get(name, 0) * whole) >= whole
+        return slack * (shares[name] * after - counts.get(name, 0) * total) >= total
 
     def late_at(name: str) -> Fraction:
         return Fraction(slack * (counts.get(name, 0) + 1) - 1, shares[name])
@@ -221,8 +221,8 @@ class PoisonTracker:
 
     def broke(self, actor: ActorKey, now_s: float) -> None:
         """The engine of an actor failed a group: it may be the one that is sick."""
-        self._in_doubt_until_s = {known: s for known, s in self._in_doubt_until_s.items() if s > now_s}
-        self._num_new = {known: num for known, num in self._num_new.items() if known in self._in_doubt_until_s}
+        self._in_doubt_until_s = {key: s for key, s in self._in_doubt_until_s.items() if s > now_s}
+        self._num_new = {key: num for key, num in self._num_new.items() if key in self._in_doubt_until_s}
         self._in_doubt_until_s[actor] = now_s + TIMEOUTS.buffer.doubt_s
 
     def finished(self, actor: ActorKey, group_id: int) -> None:
@@ -339,7 +339,7 @@ class Window(NamedTuple):
 NO_WINDOW = Window()
 
 
-class _Seen(NamedTuple):
+class _Judged(NamedTuple):
     group_id: int
     pass_index: int
     reward: float
@@ -361,7 +361,7 @@ class PromptCursor:
         """Sources that had nothing more at the last look."""
         self._tell = tell
         self._window = NO_WINDOW
-        self._seen: dict[tuple[str, int], _Seen] | None = None
+        self._seen: dict[tuple[str, int], _Judged] | None = None
         """Source and row of the pass -> what is known of the prompt; None: not asked for yet."""
 
     def use(self, mix: str, window: Window) -> None:
@@ -369,8 +369,8 @@ class PromptCursor:
         self._window = window
         self._weights = parse_mix(mix, self.sources.names) if mix else {}
 
-    def draw(self, num_samples: int, **given: Any) -> tuple[Row, Prompt] | None:
-        """The next group, of so many samples, which the ledger has now, with the fields of its row that are `given`,
+    def draw(self, num_samples: int, **fields: Any) -> tuple[Row, Prompt] | None:
+        """The next group, of so many samples, which the ledger has now, with those `fields` of its row,
         and its prompt. None when there is none, for now (`is_searching`: look again at once) or at all. Raises
         DataError when there never will be any that may be given out."""
         self.is_searching = False
@@ -385,7 +385,7 @@ class PromptCursor:
             if self._is_quarantined(prompt):
                 self.ledger.dispatch([replace(row, reason=QUARANTINED)], stretch)
                 continue
-            (started,) = self.ledger.dispatch([replace(row, **given)], stretch)
+            (started,) = self.ledger.dispatch([replace(row, **fields)], stretch)
             return started, prompt
         self.is_searching = True
         return None
@@ -404,26 +404,26 @@ class PromptCursor:
             for group_id, source, draw, reward in self.ledger.judged():
                 if self.sources.has(source, draw):  # else the passes of a resumed run were lowered
                     self._note(group_id, source, draw, reward)
-        pass_index, at = self.sources.place(row.source, row.draw_of_source)
-        seen = self._seen.get((row.source, at))
-        return seen is not None and not self._window.holds(seen.reward) and pass_index <= seen.pass_index + SKIPS
+        pass_index, index = self.sources.place(row.source, row.draw_of_source)
+        newest = self._seen.get((row.source, index))
+        return newest is not None and not self._window.holds(newest.reward) and pass_index <= newest.pass_index + SKIPS
 
     def _note(self, group_id: int, source: str, draw: int, reward: float) -> None:
         assert self._seen is not None
-        pass_index, at = self.sources.place(source, draw)
-        if (known := self._seen.get((source, at))) is None or known.group_id < group_id:
-            self._seen[source, at] = _Seen(group_id, pass_index, reward)
+        pass_index, index = self.sources.place(source, draw)
+        if (newest := self._seen.get((source, index))) is None or newest.group_id < group_id:
+            self._seen[source, index] = _Judged(group_id, pass_index, reward)
 
     @property
     def has_next(self) -> bool:
-        return self.ledger.redraw() is not None or any(map(self._has, self._wanted))
+        return self.ledger.redraw() is not None or any(map(self._has, self._weighted_names))
 
     @property
     def chooses(self) -> bool:
         return bool(self._weights)
 
     @property
-    def _wanted(self) -> list[str]:
+    def _weighted_names(self) -> list[str]:
         return [name for name in self.sources.names if not self._weights or self._weights[name]]
 
     def _has(self, name: str) -> bool:
@@ -451,11 +451,13 @@ class PromptCursor:
         return Row(draws.next_id, draws.next_draw, -1, num_samples, source=name, source_draw=number), stretch
 
     def _names(self) -> list[str]:
-        names = [name for name in self._wanted if self._has(name)]
-        off = {*self._wanted} - {*names}
+        names = [name for name in self._weighted_names if self._has(name)]
+        off = {*self._weighted_names} - {*names}
         for name in sorted(off - self._off) if self._weights else ():
-            rest = "; others continue" if names else ""
-            self._tell("source-ended", f"{name} has no more prompts after {self.ledger.draws.taken[name]} draws{rest}")
+            outlook = "; others continue" if names else ""
+            self._tell(
+                "source-ended", f"{name} has no more prompts after {self.ledger.draws.taken[name]} draws{outlook}"
+            )
         self._off = off
         return names
 

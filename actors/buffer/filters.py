@@ -71,17 +71,17 @@ def _own_filter(
     kind: str, name: str, keep: Callable[[Group], Any], listed: Callable[[object, int], list[bool | str]], remedy: str
 ) -> SampleFilter:
     def reasons(group: Group) -> tuple[str | None, ...]:
-        what, where = f'{kind} filter "{name}"', f"(group {group.group_id})"
+        title, place = f'{kind} filter "{name}"', f"(group {group.group_id})"
         for value in (*astuple(group), *(value for sample in group.samples for value in astuple(sample))):
             if isinstance(value, np.ndarray):  # `rewards.sort()` would give them to other samples
                 cast("np.ndarray[Any, Any]", value).setflags(write=False)
         try:
             verdicts = listed(keep(group), len(group.samples))
         except Unusable as unusable:
-            raise UserCodeError(f"{what} {unusable} {where}", remedy=remedy) from unusable
+            raise UserCodeError(f"{title} {unusable} {place}", remedy=remedy) from unusable
         except Exception as error:
             raise UserCodeError(
-                f"{what} raised {what_was_raised(error)} {where}", remedy="mend the function"
+                f"{title} raised {what_was_raised(error)} {place}", remedy="mend the function"
             ) from error
         return tuple(None if verdict in (True, "") else verdict or name for verdict in verdicts)
 
@@ -98,7 +98,9 @@ def mask_members(group: Group, of_samples: SampleFilter) -> tuple[Group, dict[st
     masked = Counter(reason for reason in reasons if reason is not None)
     if not masked:
         return group, {}
-    samples = tuple(one if reason is None else _masked(one) for one, reason in zip(group.samples, reasons, strict=True))
+    samples = tuple(
+        sample if reason is None else _masked(sample) for sample, reason in zip(group.samples, reasons, strict=True)
+    )
     return msgspec.structs.replace(group, samples=samples), dict(masked)
 
 

@@ -61,9 +61,9 @@ class FinishedGroups:
             return
         rewards = group.rollout_rewards()
         num_passed = int((rewards >= self._pass_reward).sum())
-        found = _Outcome(rewards.astype(np.float64), num_passed, is_left_out)
-        self._since_step.append(found)
-        self._newest.append(found)
+        outcome = _Outcome(rewards.astype(np.float64), num_passed, is_left_out)
+        self._since_step.append(outcome)
+        self._newest.append(outcome)
 
     def mean_of_source(self, source: str) -> float | None:
         """Mean reward of its newest groups; None: none was finished yet."""
@@ -113,8 +113,8 @@ INVALID = "invalid-samples"
 
 def wrong_in_group(group: Group, prompt: Prompt, num_samples: int) -> str | None:
     """What is wrong with a group that answers `prompt`; None if nothing is."""
-    theirs, ours = ((one.source_name, one.row, one.pass_index) for one in (group.prompt, prompt))
-    if theirs != ours:
+    answered, asked = ((p.source_name, p.row, p.pass_index) for p in (group.prompt, prompt))
+    if answered != asked:
         return f"answers row {group.prompt.row} of pass {group.prompt.pass_index}, asked was row {prompt.row}"
     indexes = [sample.index for sample in group.samples]
     num_rollouts = len(set(indexes))

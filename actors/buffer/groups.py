@@ -98,11 +98,11 @@ class Groups:
         self._died([row for row in owned if row.epoch < request.epoch], f"{request.rollout} restarted")
         if holding is None:
             return
-        now = [row for row in owned if row.epoch == request.epoch]
-        self._requeue([row for row in now if row.group_id not in holding], f"{request.rollout} does not have it")
-        kept = [row for row in now if row.group_id in holding and row.state is State.REQUEUED]
-        self.ledger.reattach([row.group_id for row in kept])
-        for row in kept:
+        rows = [row for row in owned if row.epoch == request.epoch]
+        self._requeue([row for row in rows if row.group_id not in holding], f"{request.rollout} does not have it")
+        reattached = [row for row in rows if row.group_id in holding and row.state is State.REQUEUED]
+        self.ledger.reattach([row.group_id for row in reattached])
+        for row in reattached:
             self.admission.dispatched(row.group_id, row.version)
 
     def draw(self, request: DrawRequest, now_s: float) -> tuple[list[Assignment], DrawBlock]:
@@ -116,11 +116,11 @@ class Groups:
         newest = self.admission.newest_version
         served = self.versions.serving(request.rollout, request.epoch, announced, newest)
         waiting, max_groups = self._turn(request, served.version, now_s)
-        if given := self._dispatch(request, served, waiting, max_groups):
+        if assignments := self._dispatch(request, served, waiting, max_groups):
             self.shares.leaves(request.rollout)
-            num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in given}
+            num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in assignments}
             self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
-            return given, ""
+            return assignments, ""
         if not request.max_groups:
             return [], ""
         if not max_groups:
@@ -136,31 +136,32 @@ class Groups:
     def _dispatch(
         self, request: DrawRequest, served: JudgedVersion, waiting: list[Row], max_groups: int
     ) -> list[Assignment]:
-        given: list[Assignment] = []
+        assignments: list[Assignment] = []
         version, is_undone = served.version, served.is_undone
         if not waiting and not self.admission.may_dispatch(version):  # most looks of draws that wait
-            return given
-        theirs = {"rollout": request.rollout, "epoch": request.epoch}
+            return assignments
+        owner = {"rollout": request.rollout, "epoch": request.epoch}
         with self.ledger.together():
             for row in waiting:
-                if len(given) < max_groups and self.admission.may_dispatch(version, row.group_id):
+                if len(assignments) < max_groups and self.admission.may_dispatch(version, row.group_id):
                     prompt, partial = self.cursor.sources.prompt(row), self.ledger.partial(row.group_id)
                     self.admission.dispatched(row.group_id, version, is_undone=is_undone)
-                    again = replace(row, version=self.admission.version_of(row.group_id), **theirs)
-                    given += (self._assignment(one, prompt, partial) for one in self.ledger.dispatch([again]))
-            num_groups = len(given) + min(max_groups - len(given), self._num_new(request))
-            while len(given) < num_groups and self.admission.may_dispatch(version):
+                    version_of_group = self.admission.version_of(row.group_id)
+                    (row,) = self.ledger.dispatch([replace(row, version=version_of_group, **owner)])
+                    assignments.append(self._assignment(row, prompt, partial))
+            num_groups = len(assignments) + min(max_groups - len(assignments), self._num_new(request))
+            while len(assignments) < num_groups and self.admission.may_dispatch(version):
                 drawn = self.cursor.draw(
                     self.knobs.values.num_samples,
                     version=min(version, self.admission.newest_version),
                     terms=self.ledger.number_terms(self.knobs.terms),
-                    **theirs,
+                    **owner,
                 )
                 if drawn is None:
                     break
                 self.admission.dispatched(drawn[0].group_id, version, is_undone=is_undone)
-                given.append(self._assignment(*drawn))
-        return given
+                assignments.append(self._assignment(*drawn))
+        return assignments
 
     def _assignment(self, row: Row, prompt: Prompt, partial: tuple[Sample, ...] = ()) -> Assignment:
         terms = self.ledger.terms_of(row)
@@ -213,51 +214,51 @@ class Groups:
         if (row.attempt, row.rollout) != (attempt, rollout) or row.state not in (State.DISPATCHED, State.REQUEUED):
             return self._answer_again(row, num_tokens, (attempt, rollout)), group
         self.poison.finished((rollout, row.epoch), group_id)
-        kept, payload, note, masked = group, b"", "", dict[str, int]()
+        stored, payload, note, masked = group, b"", "", dict[str, int]()
         detail = wrong_in_group(group, self.cursor.sources.prompt(row), row.num_samples) or ""
         reason = INVALID if detail else self.filters.by_name[self.knobs.values.group_filter](group)
         if detail:
             self.log.warning("group %d of %s is dropped: %s", group_id, rollout, detail)
         if reason is None:
-            kept, masked = mask_members(group, self.filters.of_samples)
+            stored, masked = mask_members(group, self.filters.of_samples)
             note = ", ".join(f"{why} {count}" for why, count in masked.items())
-            reason = ALL_MASKED if masked and is_all_masked(kept) else None
+            reason = ALL_MASKED if masked and is_all_masked(stored) else None
         if reason is None:
             try:
-                payload = encode(kept)
+                payload = encode(stored)
             except ValueError as error:
                 reason, detail = INVALID, str(error)
         reward = None if reason == INVALID else float(group.rollout_rewards().mean(dtype=np.float64))
         if reason is None:
-            stamp = kept.oldest_version()
+            stamp = stored.oldest_version()
             version = row.version if stamp == NO_VERSION else self.admission.counted(group_id, stamp)
             self.ledger.finish(group_id, payload, version=version, num_tokens=num_tokens, reward=reward)
             self._masked.update(masked)
             self.admission.ready(group_id, version)
-            self.starvation.kept()
+            self.starvation.note_kept()
         else:
             detail = detail or note
             self.ledger.refuse(group_id, reason, detail=detail, num_tokens=num_tokens, reward=reward)
             self.admission.filtered(group_id)
-            self.starvation.left_out(reason, detail)
+            self.starvation.note_left_out(reason, detail)
         if reward is not None:
             self.cursor.judged(row, reward)
             self.finished.add(row.source, group, reward, is_left_out=reason is not None)
         if reason is None:
-            return PutResult(outcome="ready"), kept
+            return PutResult(outcome="ready"), stored
         return PutResult(outcome="filtered", reason=detail or reason), group
 
-    def _answer_again(self, row: Row, num_tokens: int, theirs: tuple[int, str]) -> PutResult:
+    def _answer_again(self, row: Row, num_tokens: int, sender: tuple[int, str]) -> PutResult:
         if row.state is State.DROPPED and row.num_tokens < 0:
             self.ledger.note_length(row.group_id, num_tokens)
             return PutResult(outcome="stale-attempt", reason=f"was dropped meanwhile: {row.reason}")
-        if theirs == (row.attempt, row.rollout):
+        if sender == (row.attempt, row.rollout):
             return PutResult(outcome="duplicate", reason=f"is {row.state}")
         return PutResult(outcome="stale-attempt", reason=f"is {row.state} in attempt {row.attempt} of {row.rollout!r}")
 
     def give_up(self, dropped: GroupDropped) -> bool:
         """A rollout actor gives a group up; False if it is not (any more) its to give up."""
-        row = self._held(dropped.group_id, dropped.attempt, dropped.rollout)
+        row = self._row_held(dropped.group_id, dropped.attempt, dropped.rollout)
         if row is not None:
             self._give_up(row, dropped.reason, dropped.detail)
         return row is not None
@@ -266,29 +267,29 @@ class Groups:
         self.ledger.drop([(row.group_id, reason)], detail)
         self.admission.filtered(row.group_id)
         self.poison.forget(row.group_id)
-        self.starvation.left_out(reason, detail)
+        self.starvation.note_left_out(reason, detail)
         self.cursor.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
         """An actor returns a group with its tokens, or reports them and keeps it; False: it has it no more."""
         group_id, rollout, partial = returned.group_id, returned.rollout, returned.partial
-        row = self._held(group_id, returned.attempt, rollout)
+        row = self._row_held(group_id, returned.attempt, rollout)
         if row is None:
             return False
-        wrong = wrong_in_partial(partial, group_id, row.num_samples)
+        fault = wrong_in_partial(partial, group_id, row.num_samples)
         if returned.goes_on:
-            if is_saved := bool(partial) and wrong is None:
+            if is_saved := bool(partial) and fault is None:
                 self.ledger.save_partial(group_id, encode(partial))
                 self.poison.has_tokens(group_id, num_tokens_of(partial))
             return is_saved
-        if wrong is not None:
-            self.log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, wrong)
+        if fault is not None:
+            self.log.warning("group %d of %s starts again from its prompt: %s", group_id, rollout, fault)
             partial = ()
         self.poison.has_tokens(group_id, num_tokens_of(partial))
         if returned.has_died:
             self.poison.broke((rollout, row.epoch), now_s)
-        take = self._died if returned.has_died else self._requeue
-        take([row], f"handed back by {rollout}", partial)
+        give_back = self._died if returned.has_died else self._requeue
+        give_back([row], f"handed back by {rollout}", partial)
         return True
 
     def gone(self, rollout: str, epoch: int) -> int:
@@ -309,8 +310,8 @@ class Groups:
         data = encode(partial) if partial else None
         oldest: dict[int, int] = {}
         for row in rows:
-            held = partial or self.ledger.partial(row.group_id)
-            stamp = min((at for at in (sample.oldest_version() for sample in held) if at >= 0), default=NO_VERSION)
+            versions = (sample.oldest_version() for sample in partial or self.ledger.partial(row.group_id))
+            stamp = min((version for version in versions if version >= 0), default=NO_VERSION)
             oldest[row.group_id] = self.admission.counted(row.group_id, stamp)
         self.ledger.requeue([(group_id, data, version) for group_id, version in oldest.items()], detail)
         for group_id, version in oldest.items():
@@ -319,7 +320,7 @@ class Groups:
     def _owned_by(self, rollout: str) -> list[Row]:
         return sorted(self.ledger.held_by(rollout), key=lambda row: row.group_id)
 
-    def _held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
+    def _row_held(self, group_id: int, attempt: int, rollout: str) -> Row | None:
         row = self.ledger.find(group_id)
         if row is None or row.state not in (State.DISPATCHED, State.REQUEUED):
             return None
@@ -330,8 +331,8 @@ class Groups:
     def claim(self, step: int) -> dict[int, int]:
         """The batch of `step`: group -> version of its oldest token; empty as yet, or (`is_finished`) for ever."""
         ledger = self.ledger
-        if held := ledger.claim_of(step):
-            return {row.group_id: row.version for row in held}
+        if rows := ledger.claim_of(step):
+            return {row.group_id: row.version for row in rows}
         if step != ledger.next_step:
             raise LedgerError(
                 f"step {step} asks for a batch, but the next step is {ledger.next_step}",
@@ -445,11 +446,11 @@ class StarvationCheck:
         self._last_detail = ""
         self._tell_at = self._limit
 
-    def kept(self) -> None:
+    def note_kept(self) -> None:
         self._reasons.clear()
         self._tell_at = self._limit
 
-    def left_out(self, reason: str, detail: str = "") -> None:
+    def note_left_out(self, reason: str, detail: str = "") -> None:
         is_known = reason in self._reasons or len(self._reasons) < _MAX_REASONS
         self._reasons[reason if is_known else "other"] += 1
         self._last_detail = detail
@@ -498,22 +499,22 @@ class FairShare:
         """How many of `num_free` `rollout` may take, which has `room`. `running`: groups that each actor runs."""
         if num_free < 1:
             return num_free
-        others = Counter(
-            (running.get(name, 0), theirs) for name, theirs in self._rooms.items() if theirs and name != rollout
+        waiting = Counter(
+            (running.get(name, 0), room) for name, room in self._rooms.items() if room and name != rollout
         )
-        level = _level(others + Counter([(running.get(rollout, 0), room)]), num_free)
-        return num_free - sum(count * _fill(held, theirs, level) for (held, theirs), count in others.items())
+        level = _level(waiting + Counter([(running.get(rollout, 0), room)]), num_free)
+        return num_free - sum(count * _fill(*demand, level) for demand, count in waiting.items())
 
 
 def _fill(running: int, room: int, level: int) -> int:
     return min(room, max(0, level - running))
 
 
-def _level(wanted: Counter[tuple[int, int]], num_free: int) -> int:
+def _level(demands: Counter[tuple[int, int]], num_free: int) -> int:
     """The highest level to which `num_free` groups bring all actors; what they leave over is for the first to come.
-    `wanted`: (groups that it runs, room) -> actors."""
+    `demands`: (groups that it runs, room) -> actors."""
 
     def num_needed(level: int) -> int:
-        return sum(count * _fill(running, room, level) for (running, room), count in wanted.items())
+        return sum(count * _fill(running, room, level) for (running, room), count in demands.items())
 
-    return bisect_right(range(max(running for running, _ in wanted) + num_free + 1), num_free, key=num_needed) - 1
+    return bisect_right(range(max(running for running, _ in demands) + num_free + 1), num_free, key=num_needed) - 1

@@ -85,11 +85,11 @@ def stop_ids(text: str) -> tuple[int, ...]:
     """Of "13,198", or "13," where 13 is a number; none of "none". Raises ValueError for what is no such list."""
     if text == NO_IDS:
         return ()
-    words = [word.strip() for word in text.removesuffix(",").split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
+    numbers = [number.strip() for number in text.removesuffix(",").split(",")]
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
         raise ValueError(f"{text!r} is no list of token ids")
-    ids = tuple(int(word) for word in words if len(word) <= MAX_DIGITS)
-    if len(ids) != len(words) or max(ids) > MAX_ID:
+    ids = tuple(int(number) for number in numbers if len(number) <= MAX_DIGITS)
+    if len(ids) != len(numbers) or max(ids) > MAX_ID:
         raise ValueError(f"token ids are at most {MAX_ID}")
     return ids
 
@@ -168,9 +168,9 @@ class BufferKnobs(KnobOwner):
     @property
     def terms(self) -> Terms:
         """What a group is dispatched under now."""
-        told = {name: getattr(self.values, name) for name in _OF_SAMPLING}
+        values = {name: getattr(self.values, name) for name in _OF_SAMPLING}
         stops = stop_ids(self.values.stop_token_ids)
-        sampling = msgspec.structs.replace(self._sampling, stop_token_ids=stops, **told)
+        sampling = msgspec.structs.replace(self._sampling, stop_token_ids=stops, **values)
         return Terms(knobs=self.terms_epoch, sampling=sampling)
 
     def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ class ColumnarFile:
         self._path = path
         self._layout = layout
         self._kind = kind
-        self._what = "parquet" if kind == "parquet" else "Arrow"
-        self._arrow = pyarrow(path, self._what)
+        self._format = "parquet" if kind == "parquet" else "Arrow"
+        self._arrow = pyarrow(path, self._format)
         # pyarrow's own, and those of values that Python cannot have and of broken arrays
         self._errors = (
             self._arrow.ArrowException,
@@ -43,26 +43,26 @@ class ColumnarFile:
             OverflowError,
             MemoryError,
         )
-        with self._naming(lambda: f"is not a readable {self._what} file"):
+        with self._naming(lambda: f"is not a readable {self._format} file"):
             schema, self.num_rows = self._look()
         self._names: list[str] = list(schema.names)
         if twice := next((name for name in self._names if self._names.count(name) > 1), None):
             raise DataError(f'{path}: two columns are named "{twice}"', remedy="rename one of them")
-        self._wanted = [name for name in dict.fromkeys(layout.columns) if name in self._names]
-        self._others = {name: None for name in self._names if name not in self._wanted}
-        kinds = {name: str(schema.field(name).type) for name in self._wanted}
-        self._to_look_at = [name for name, of in kinds.items() if ODD.search(of) and name not in MEDIA_COLUMNS]
-        self._has_maps = any("map<" in of for of in kinds.values())
+        self._read_names = [name for name in dict.fromkeys(layout.columns) if name in self._names]
+        self._unread = {name: None for name in self._names if name not in self._read_names}
+        types = {name: str(schema.field(name).type) for name in self._read_names}
+        self._odd_names = [name for name, kind in types.items() if ODD.search(kind) and name not in MEDIA_COLUMNS]
+        self._has_maps = any("map<" in kind for kind in types.values())
         # The one schema of all rows adds nulls to tools and tool calls.
         self._is_unified = any(
-            "tool_calls" in of or ("struct<" in of and layout.is_of_tools(name)) for name, of in kinds.items()
+            "tool_calls" in kind or ("struct<" in kind and layout.is_of_tools(name)) for name, kind in types.items()
         )
 
     def rows(self) -> Iterator[Row]:
-        if not self._wanted:
-            yield from ((f"{self._path}, row {at}", lambda: dict(self._others)) for at in range(self.num_rows))
+        if not self._read_names:
+            yield from ((f"{self._path}, row {row}", lambda: dict(self._unread)) for row in range(self.num_rows))
             return
-        row, batches = 0, self._batches(self._wanted)
+        row, batches = 0, self._batches(self._read_names)
         while True:
             with self._naming(lambda row=row: f"{self._bad_column()}cannot be read from row {row} on"):
                 batch = next(batches, None)
@@ -71,9 +71,9 @@ class ColumnarFile:
             is_valid = self._is_valid(batch)  # the whole: a part of it takes as long to look at, if columns are nested
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.slice(first, BATCH_ROWS)
-                found = self._to_python(part) if is_valid else None
-                for at in range(part.num_rows):
-                    yield f"{self._path}, row {row}", partial(self._read, part, found, at)
+                values = self._to_python(part) if is_valid else None
+                for index in range(part.num_rows):
+                    yield f"{self._path}, row {row}", partial(self._read, part, values, index)
                     row += 1
         if row != self.num_rows:
             raise DataError(
@@ -90,7 +90,7 @@ class ColumnarFile:
 
     def _bad_column(self) -> str:
         """The first column of a damaged parquet file that cannot be read alone, for a message."""
-        for name in self._wanted if self._kind == "parquet" else ():
+        for name in self._read_names if self._kind == "parquet" else ():
             try:
                 for _ in self._batches([name]):
                     pass
@@ -98,14 +98,14 @@ class ColumnarFile:
                 return f'column "{name}" '
         return ""
 
-    def _batches(self, wanted: list[str]) -> Iterator[Any]:
+    def _batches(self, names: list[str]) -> Iterator[Any]:
         if self._kind == "parquet":
             with self._parquet() as file:
-                yield from file.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
+                yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
             return
         with self._arrow.OSFile(self._path) as file:
-            for batch in self._ipc_batches(file, [self._names.index(name) for name in wanted]):
-                yield batch.select(wanted)
+            for batch in self._ipc_batches(file, [self._names.index(name) for name in names]):
+                yield batch.select(names)
 
     def _parquet(self) -> Any:
         # A page at a time: a column of a row group may be larger than memory.
@@ -115,18 +115,18 @@ class ColumnarFile:
         """A reader of these columns, of all if there are none."""
         ipc = pyarrow(self._path, "Arrow", "pyarrow.ipc")
         file.seek(0)
-        opened = ipc.open_stream if self._kind == "arrow stream" else ipc.open_file
-        return opened(file, options=ipc.IpcReadOptions(included_fields=fields, use_threads=False))
+        open_ipc = ipc.open_stream if self._kind == "arrow stream" else ipc.open_file
+        return open_ipc(file, options=ipc.IpcReadOptions(included_fields=fields, use_threads=False))
 
     def _ipc_batches(self, file: Any, fields: list[int]) -> Iterator[Any]:
         reader = self._ipc(file, fields)
         if self._kind == "arrow stream":
             yield from reader
         else:
-            yield from (reader.get_batch(at) for at in range(reader.num_record_batches))
+            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
 
     @contextlib.contextmanager
-    def _naming(self, what: Callable[[], str]) -> Generator[None]:
+    def _naming(self, trouble: Callable[[], str]) -> Generator[None]:
         try:
             yield
         except MyxaError:
@@ -134,16 +134,16 @@ class ColumnarFile:
         except self._errors as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             remedy = "write the file again, or copy it again if it was whole elsewhere"
-            raise DataError(f"{self._path}: {what()}: {cause}", remedy=remedy) from error
+            raise DataError(f"{self._path}: {trouble()}: {cause}", remedy=remedy) from error
 
-    def _read(self, part: Any, rows: list[Columns] | None, at: int) -> Columns:
-        found = self._alone(part.slice(at, 1)) if rows is None else rows[at]
+    def _read(self, part: Any, rows: list[Columns] | None, index: int) -> Columns:
+        columns = self._read_alone(part.slice(index, 1)) if rows is None else rows[index]
         if self._is_unified:
-            self._layout.check_unified(found)
-        for name in self._to_look_at:
-            found[name] = _plain(name, found[name])
+            self._layout.check_unified(columns)
+        for name in self._odd_names:
+            columns[name] = _to_json_types(name, columns[name])
         # Columns that were not read are shown by name only, for the message about a missing one.
-        return {**self._others, **found}
+        return {**self._unread, **columns}
 
     def _is_valid(self, batch: Any) -> bool:
         try:
@@ -160,21 +160,21 @@ class ColumnarFile:
         except Exception:  # noqa: BLE001 -- said of the row itself, once it is read alone
             return None
 
-    def _alone(self, row: Any) -> Columns:
+    def _read_alone(self, row: Any) -> Columns:
         """A row of a batch that is bad somewhere. Raises RowError if it is this row."""
-        found: Columns = {}
-        for name in self._wanted:
+        columns: Columns = {}
+        for name in self._read_names:
             column = row.select([name])
             try:
                 column.validate(full=True)
-                found.update(column.to_pylist(maps_as_pydicts="strict")[0])
+                columns.update(column.to_pylist(maps_as_pydicts="strict")[0])
             except self._errors as error:
                 cause = " ".join(str(error).split())[:300]
                 raise RowError(f'column "{name}" cannot be read: {cause}', "store the value as text") from error
-        return found
+        return columns
 
 
-def _plain(name: str, value: object) -> object:
+def _to_json_types(name: str, value: object) -> object:
     """A value as JSON would have it: dates and decimals are text. Raises RowError."""
     if _holds_odd(value):
         raise RowError(f'column "{name}" holds bytes, NaN or an infinite number', "store the value as text")
@@ -187,9 +187,9 @@ def _plain(name: str, value: object) -> object:
 def _holds_odd(value: object) -> bool:
     """Whether there is something in it that JSON has not, or that a text would round: pandas' nanoseconds."""
     if isinstance(value, dict):
-        return any(_holds_odd(one) for one in cast("dict[str, object]", value).values())
+        return any(map(_holds_odd, cast("dict[str, object]", value).values()))
     if isinstance(value, list):
-        return any(_holds_odd(one) for one in cast("list[object]", value))
+        return any(map(_holds_odd, cast("list[object]", value)))
     if isinstance(value, float):
         return not math.isfinite(value)
     if isinstance(value, datetime | timedelta):

@@ -30,7 +30,7 @@ SPEAKERS = {
 """Of ShareGPT's form, with their roles."""
 ROLES = (*SPEAKERS, "developer", "function")
 WRAPPERS = ("messages", "conversations", "conversation", "prompt")
-TOLD = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
+MESSAGES = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join(ROLES)})['"]""")
 """In messages as Python shows them, and in JSON that is broken."""
 
 
@@ -49,7 +49,8 @@ def parse_messages(value: object, key: str) -> tuple[Message, ...]:
     if not messages:
         raise RowError(f'column "{key}" is an empty list', "fill it or leave the row out")
     return tuple(
-        _usual(one) or _message(one, f'message {number} of "{key}"') for number, one in enumerate(messages, start=1)
+        _plain_message(value) or _message(value, f'message {number} of "{key}"')
+        for number, value in enumerate(messages, start=1)
     )
 
 
@@ -60,15 +61,15 @@ def parse_json_messages(value: object, key: str) -> object:
         return value
     text = value.strip("\ufeff \t\r\n")
     try:
-        found: object = orjson.loads(text)
+        parsed: object = orjson.loads(text)
     except ValueError:
-        is_other = text[-1] in "]}" and text[0] != '"' and TOLD.search(text) is not None
+        is_other = text[-1] in "]}" and text[0] != '"' and MESSAGES.search(text) is not None
     else:
-        if _are_messages(found):
+        if _are_messages(parsed):
             return exact_json(text)
-        table = cast("Columns", found) if isinstance(found, dict) else {}
+        table = cast("Columns", parsed) if isinstance(parsed, dict) else {}
         is_other = any(map(_are_messages, ([table], *(table.get(name) for name in WRAPPERS))))
-        is_other = is_other or (isinstance(found, str) and parse_json_messages(found, key) is not found)
+        is_other = is_other or (isinstance(parsed, str) and parse_json_messages(parsed, key) is not parsed)
     if is_other:
         raise RowError(
             f'column "{key}" holds a text that means messages, and is no JSON array of them',
@@ -80,9 +81,9 @@ def parse_json_messages(value: object, key: str) -> object:
 def _are_messages(value: object) -> bool:
     """Whether it is a list of nothing else."""
     items = cast("list[object]", value) if isinstance(value, list) else []
-    tables = [cast("Columns", one) for one in items if isinstance(one, dict)]
-    known = [one for one in tables if one.get("role", one.get("from")) in ROLES or {"role", "content"} <= one.keys()]
-    return bool(items) and len(known) == len(items)
+    tables = [cast("Columns", item) for item in items if isinstance(item, dict)]
+    messages = [t for t in tables if t.get("role", t.get("from")) in ROLES or {"role", "content"} <= t.keys()]
+    return bool(items) and len(messages) == len(items)
 
 
 def check_unified(value: object, key: str, *, is_tools: bool) -> None:
@@ -90,14 +91,13 @@ def check_unified(value: object, key: str, *, is_tools: bool) -> None:
     was written cannot be known. Raises RowError for one inside a tool or a tool call."""
     parts: list[tuple[str, object]] = [("tools", value)] if is_tools else []
     if not is_tools and isinstance(value, list):
-        tables = [cast("Columns", one) for one in cast("list[object]", value) if isinstance(one, dict)]
-        parts = [(name, one) for table in tables for name, one in table.items() if name != "content"]
+        tables = [cast("Columns", item) for item in cast("list[object]", value) if isinstance(item, dict)]
+        parts = [(name, part) for table in tables for name, part in table.items() if name != "content"]
     for name, part in parts:
         if part is None or not _holds_null(part):
             continue
-        what = name.replace("_", " ")
         raise RowError(
-            f'{what} in column "{key}" hold null, written or added by the file\'s one schema for all rows',
+            f'{name.replace("_", " ")} in column "{key}" hold null, written or added by the one schema of all rows',
             "store the column as JSON text, or write the file as JSONL",
         )
 
@@ -105,24 +105,24 @@ def check_unified(value: object, key: str, *, is_tools: bool) -> None:
 def check_switches(messages: Sequence[Message], key: str) -> None:
     """Whether messages are learnt must be said clearly. Raises RowError."""
     for number, message in enumerate(messages, start=1):
-        said = {name: message.extra[name] for name in LOSS_KEYS if name in message.extra}
-        where = f'message {number} of "{key}"'
-        if any(not isinstance(one, (bool, int, float)) or one not in (0, 1) for one in said.values()):
-            shown = ", ".join(f"{name} = {one!r}" for name, one in said.items())
-            raise RowError(f"{where} is neither learnt nor not: {shown}", "write 1 or true, 0 or false")
-        if len(set(map(float, said.values()))) > 1:
-            raise RowError(f"{where} is switched on and off: {', '.join(said)}", "keep one of the keys")
+        switches = {name: message.extra[name] for name in LOSS_KEYS if name in message.extra}
+        place = f'message {number} of "{key}"'
+        if any(not isinstance(switch, (bool, int, float)) or switch not in (0, 1) for switch in switches.values()):
+            shown = ", ".join(f"{name} = {switch!r}" for name, switch in switches.items())
+            raise RowError(f"{place} is neither learnt nor not: {shown}", "write 1 or true, 0 or false")
+        if len(set(map(float, switches.values()))) > 1:
+            raise RowError(f"{place} is switched on and off: {', '.join(switches)}", "keep one of the keys")
 
 
 def _holds_null(value: object) -> bool:
     if isinstance(value, dict):
-        return any(_holds_null(one) for one in cast("dict[str, object]", value).values())
+        return any(map(_holds_null, cast("dict[str, object]", value).values()))
     if isinstance(value, list):
-        return any(_holds_null(one) for one in cast("list[object]", value))
+        return any(map(_holds_null, cast("list[object]", value)))
     return value is None
 
 
-def _usual(value: object) -> Message | None:
+def _plain_message(value: object) -> Message | None:
     """A message that is role and text, as nearly all are."""
     table = cast("dict[str, object]", value) if isinstance(value, dict) else {}
     if list(table) != ["role", "content"]:
@@ -131,28 +131,28 @@ def _usual(value: object) -> Message | None:
     return Message(role=role, content=content) if role and isinstance(role, str) and isinstance(content, str) else None
 
 
-def _message(value: object, where: str) -> Message:
+def _message(value: object, place: str) -> Message:
     if not isinstance(value, dict):
-        raise RowError(f"{where} is not an object", 'write {"role": ..., "content": ...}')
-    table = {key: one for key, one in cast("dict[str, Any]", value).items() if one is not None}
+        raise RowError(f"{place} is not an object", 'write {"role": ..., "content": ...}')
+    table = _without_nulls(cast("object", value))
     if "from" in table and "role" not in table:
-        table = _by_role(table, where)
+        table = _by_role(table, place)
     if media := [key for key in MEDIA_KEYS if table.get(key)]:
-        raise RowError(f"{where} holds {', '.join(media)}: only text is trained on", "leave such rows out")
+        raise RowError(f"{place} holds {', '.join(media)}: only text is trained on", "leave such rows out")
     role, content = table.get("role"), table.get("content")
     if not isinstance(role, str) or not role:
-        raise RowError(f"{where} has no role", 'write {"role": ..., "content": ...}')
-    calls = _objects(table.get("tool_calls"), f"tool_calls of {where}", '[{"type": "function", "function": {...}}]')
+        raise RowError(f"{place} has no role", 'write {"role": ..., "content": ...}')
+    calls = _objects(table.get("tool_calls"), f"tool_calls of {place}", '[{"type": "function", "function": {...}}]')
     parts: tuple[dict[str, Any], ...] = ()
     if isinstance(content, list) and content:
-        parts = tuple(_text_part(part, where) for part in cast("list[object]", content))
+        parts = tuple(_text_part(part, place) for part in cast("list[object]", content))
         content = "".join(part["text"] for part in parts)
     if content is None and (calls or any(table.get(key) for key in REASONING_KEYS)):
         content = ""
     if not isinstance(content, str):
-        raise RowError(f"{where} has no text as content", 'write {"role": ..., "content": ...}')
-    name, call = (_text(table.get(key), f"{key} of {where}") for key in ("name", "tool_call_id"))
-    extra = {key: one for key, one in table.items() if key not in KNOWN_KEYS}
+        raise RowError(f"{place} has no text as content", 'write {"role": ..., "content": ...}')
+    name, call = (_text(table.get(key), f"{key} of {place}") for key in ("name", "tool_call_id"))
+    extra = {key: part for key, part in table.items() if key not in KNOWN_KEYS}
     message = Message(
         role=role, content=content, name=name, tool_calls=calls, tool_call_id=call, parts=parts, extra=extra
     )
@@ -160,28 +160,28 @@ def _message(value: object, where: str) -> Message:
     return message if keys == tuple(message.as_template_sees()) else replace(message, keys=keys)
 
 
-def _by_role(table: dict[str, Any], where: str) -> dict[str, Any]:
+def _by_role(table: dict[str, Any], place: str) -> dict[str, Any]:
     """A message of ShareGPT's form: from and value are role and content. Raises RowError."""
     speaker = table["from"]
     role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise RowError(
-            f"{where} is from {speaker!r}", f"known are {', '.join(SPEAKERS)}; or write role and content instead"
+            f"{place} is from {speaker!r}", f"known are {', '.join(SPEAKERS)}; or write role and content instead"
         )
-    rest = {key: one for key, one in table.items() if key not in ("from", "value")}
-    return {"role": role, "content": table.get("value"), **rest}
+    others = {key: part for key, part in table.items() if key not in ("from", "value")}
+    return {"role": role, "content": table.get("value"), **others}
 
 
-def _text_part(part: object, where: str) -> dict[str, Any]:
+def _without_nulls(table: object) -> dict[str, Any]:
+    return {key: value for key, value in cast("dict[str, Any]", table).items() if value is not None}
+
+
+def _text_part(part: object, place: str) -> dict[str, Any]:
     """A part unchanged; keys that are null are those of other parts, in files of one schema."""
-    table = (
-        {key: one for key, one in cast("dict[str, Any]", part).items() if one is not None}
-        if isinstance(part, dict)
-        else {}
-    )
+    table = _without_nulls(cast("object", part)) if isinstance(part, dict) else {}
     if table.get("type", "text") != "text" or not isinstance(table.get("text"), str):
         raise RowError(
-            f"{where} has a part that is no text (an image?)",
+            f"{place} has a part that is no text (an image?)",
             'only text is trained on: write {"type": "text", "text": "..."}, or leave such rows out',
         )
     return table
@@ -197,15 +197,15 @@ def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:
     return _objects(value, f'column "{key}"', 'a list of tools: [{"type": "function", "function": {...}}]')
 
 
-def _objects(value: object, where: str, example: str) -> tuple[dict[str, Any], ...]:
+def _objects(value: object, place: str, example: str) -> tuple[dict[str, Any], ...]:
     if value in (None, "", [], {}):
         return ()
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in cast("list[object]", value)):
-        raise RowError(f"{where} is not a list of objects", f"write {example}")
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in cast("list[object]", value)):
+        raise RowError(f"{place} is not a list of objects", f"write {example}")
     return tuple(cast("list[dict[str, Any]]", value))
 
 
-def _text(value: object, where: str) -> str:
+def _text(value: object, place: str) -> str:
     if value is not None and not isinstance(value, str):
-        raise RowError(f"{where} is not a text", "write it in quotes")
+        raise RowError(f"{place} is not a text", "write it in quotes")
     return value or ""

@@ -35,14 +35,14 @@ LEDGER_MAGIC = b"SQLite format 3"
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
-    *((magic, f"{what}-compressed", "unpack it") for magic, what in (
+    *((magic, f"{name}-compressed", "unpack it") for magic, name in (
         (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"7z\xbc\xaf", "7z"), (b"\x04\x22\x4d\x18", "lz4"))),
     (b"\xff\xfe\x00\x00", "UTF-32 text", "save it as UTF-8"),
     *((magic, "UTF-16 text", "save it as UTF-8")
       for magic in (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")),
     (b"PARE", "encrypted parquet", "decrypt it"),
     (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
-    *((magic, f"{what} file", "write it as JSONL") for magic, what in (
+    *((magic, f"{name} file", "write it as JSONL") for magic, name in (
         (b"\x93NUMPY", "a numpy"), (b"\x80\x04", "a pickle"), (b"\x80\x05", "a pickle"), (b"ORC", "an ORC"),
         (b"Obj\x01", "an Avro"), (b"\x89HDF", "an HDF5"), (b"\xd0\xcf\x11\xe0", "an Excel"), (b"<?xml", "an XML"))),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
@@ -81,8 +81,8 @@ def open_rows(path: str, layout: RowLayout, key: str) -> RowFile:
     files = files_of(path, key)
     if layout.is_recorded and files != (path,):
         raise ConfigError(f"{key}: {path} is not one file", remedy="name each dump that `myxa dump` wrote")
-    opened = [_open_file(file, layout, key) for file in files]
-    return opened[0] if len(opened) == 1 else RowFiles(opened)
+    row_files = [_open_file(file, layout, key) for file in files]
+    return row_files[0] if len(row_files) == 1 else RowFiles(row_files)
 
 
 class RowFiles:
@@ -118,8 +118,8 @@ def _of_pattern(pattern: str, key: str) -> tuple[str, ...]:
 
 def _of_folder(path: str, key: str) -> tuple[str, ...]:
     folder = Path(path)
-    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith((".", "_")))
-    saved = _saved(folder)
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", "_")))
+    saved = _saved_names(folder)
     data = saved or [name for name in names if _suffix(name) and name not in NO_DATA]
     if not data:
         holds = f"holds {', '.join(names[:SHOWN_NAMES])}" if names else "is empty"
@@ -135,11 +135,11 @@ def _of_folder(path: str, key: str) -> tuple[str, ...]:
             f"{key}: the folder {path} holds {left_out[0]}, which would not be read",
             remedy="say by a pattern which files are meant, for example folder/*.jsonl or folder/**/*.jsonl",
         )
-    splits = sorted({found[1].lower() for name in data if (found := SPLIT.search(name)) is not None})
-    for what, found in (("formats", sorted({_suffix(name) for name in data})), ("splits", splits)):
-        if len(found) > 1:
+    splits = {match[1].lower() for match in map(SPLIT.search, data) if match is not None}
+    for kind, values in (("formats", {_suffix(name) for name in data}), ("splits", splits)):
+        if len(values) > 1:
             raise ConfigError(
-                f"{key}: the folder {path} holds files of several {what}: {', '.join(found)}",
+                f"{key}: the folder {path} holds files of several {kind}: {', '.join(sorted(values))}",
                 remedy=f"say which by a pattern, for example {folder / (data[0][:5] + '*' + _suffix(data[0]))}",
             )
     return tuple(str(folder / name) for name in data)
@@ -165,11 +165,11 @@ def _check_shards(folder: Path, names: Sequence[str]) -> None:
             )
 
 
-def _saved(folder: Path) -> list[str]:
+def _saved_names(folder: Path) -> list[str]:
     """The files of a dataset that `datasets` saved there; others beside them are its caches. Raises DataError."""
     try:
         state = orjson.loads((folder / "state.json").read_bytes())
-        names = [str(one["filename"]) for one in state["_data_files"]]
+        names = [str(file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError):
         return []
     if state.get("_indices_data_files"):  # which rows are meant
@@ -181,16 +181,16 @@ def _saved(folder: Path) -> list[str]:
 
 def _is_left_out(path: Path) -> bool:
     """Whether rows may be in it that a folder's own files are not."""
-    is_folder = path.is_dir() and any(_suffix(one.name) for one in path.iterdir())
+    is_folder = path.is_dir() and any(_suffix(file.name) for file in path.iterdir())
     return is_folder or path.name.lower().endswith(UNREAD)
 
 
 def _suffix(name: str) -> str:
     """Of a data file, with that of its packing; empty for another file."""
     name = name.lower()
-    packing = next((one for one in PACKED if name.endswith(one)), "")
-    plain = next((one for one in SUFFIXES if name.removesuffix(packing).endswith(one)), "")
-    return plain + packing if plain else ""
+    packing = next(filter(name.endswith, PACKED), "")
+    suffix = next(filter(name.removesuffix(packing).endswith, SUFFIXES), "")
+    return suffix + packing if suffix else ""
 
 
 def _kind(path: str, key: str) -> Kind | str:
@@ -204,9 +204,9 @@ def _kind(path: str, key: str) -> Kind | str:
     head, packing = _head(path, key)
     if not head.removeprefix(BOM):
         raise DataError(f"{path}: the file is empty", remedy="write one JSON object per line")
-    for magic, what, remedy in FOREIGN_MAGIC:
+    for magic, kind, remedy in FOREIGN_MAGIC:
         if head.lstrip(b" \r\n\t").startswith(magic):
-            raise DataError(f"{path}: is {what}", remedy=f"{remedy}; {FORMATS}")
+            raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
     if head.startswith(LEDGER_MAGIC):
         return "ledger"
     columnar = _columnar(path, head)

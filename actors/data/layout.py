@@ -7,6 +7,7 @@ Conventions: slime and miles (prompt, label, metadata), verl (prompt, reward_mod
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ class RowRewards:
             return
         name = metadata.get(self._key, self._default)
         if not isinstance(name, str) or name not in self._needs_label:
-            said = f"says {self._key} = {name!r}" if self._key in metadata else f"has no {self._key}"
-            near = suggest(name, tuple(self._needs_label)) if isinstance(name, str) and name else "name one"
+            finding = f"says {self._key} = {name!r}" if self._key in metadata else f"has no {self._key}"
+            hint = suggest(name, tuple(self._needs_label)) if isinstance(name, str) and name else "name one"
             raise RowError(
-                f"the row's metadata {said}, which is to name one of reward.functions",
-                f"{near}; for rows that name none, set reward.choose_else",
+                f"the row's metadata {finding}, which is to name one of reward.functions",
+                f"{hint}; for rows that name none, set reward.choose_else",
             )
         if self._needs_label[name] and not has_label:
             raise RowError(
@@ -114,9 +115,9 @@ class RowLayout:
 
         def column(name: str, *, setting: str = "", is_required: bool = False) -> Column:
             setting = setting or f"{name}_key"
-            usual = "" if name == "tools" and self._is_plain else preset.get(name, "")
-            said: str = getattr(settings, setting)
-            return Column(said or usual, setting, is_required or (bool(said) and name != "answer"))
+            default = "" if name == "tools" and self._is_plain else preset.get(name, "")
+            key: str = getattr(settings, setting)
+            return Column(key or default, setting, is_required or (bool(key) and name != "answer"))
 
         self.is_recorded = settings.preset == "recorded"
         """Whether rows are finished groups, which hold their prompts."""
@@ -149,9 +150,9 @@ class RowLayout:
         keys = (self._prompt.key, self._label.key, self._metadata.key, self._answer.key, self._source, self._tools.key)
         keys += (self._margin.key, *(column.key for column in self._pair.values()))
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
-        named = (name for key in keys if key for name in (key, key.partition(".")[0]))
-        own_input = (INPUT,) if self._prompt.key == INSTRUCTION else ()
-        return (*named, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *SYSTEM_COLUMNS, *own_input)
+        keys += (INPUT,) if self._prompt.key == INSTRUCTION else ()
+        names = (name for key in keys if key for name in (key, key.partition(".")[0]))
+        return (*names, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *SYSTEM_COLUMNS)
 
     def is_of_tools(self, name: str) -> bool:
         """Whether tools are in that top-level column."""
@@ -173,7 +174,7 @@ class RowLayout:
         if self._is_pairs:
             columns, metadata = self._take_pair(columns, metadata)
         column = self._column_of_prompt(columns)
-        prompt = self._said(columns, column)
+        prompt = self._conversation(columns, column)
         if self._is_plain and not isinstance(prompt, str):
             raise RowError(
                 f'column "{self._prompt.key}" holds {type(prompt).__name__}, not the text that '
@@ -181,7 +182,7 @@ class RowLayout:
                 "write the whole prompt as a text, or have the chat template write the messages",
             )
         messages = parse_messages(prompt, self._prompt.key)
-        self._check_others(columns, messages)
+        self._check_unread(columns, messages)
         messages = self._take_demonstration(columns, messages, metadata)
         system = self._system_of(columns)
         if system and messages[0].role != "system":
@@ -199,17 +200,17 @@ class RowLayout:
         texts = () if self._is_plain else (columns.get(name) for name in SYSTEM_COLUMNS if name != self._prompt.key)
         return next((text for text in texts if isinstance(text, str) and text), self._system)
 
-    def _said(self, columns: Columns, column: Column) -> Any:
+    def _conversation(self, columns: Columns, column: Column) -> Any:
         """A text, or a conversation, which may be JSON in a text. Raises RowError."""
         value = _value(columns, column)
         return value if self._is_plain else parse_json_messages(value, column.key)
 
-    def _check_others(self, columns: Columns, messages: tuple[Message, ...]) -> None:
+    def _check_unread(self, columns: Columns, messages: tuple[Message, ...]) -> None:
         """Refuse what would be left out of the row without a word. Raises RowError."""
         for name in MEDIA_COLUMNS:
-            value, holder = columns.get(name), f"<{name}>"
+            value, placeholder = columns.get(name), f"<{name}>"
             is_name = isinstance(value, str) and not name.endswith("s")
-            if value and not (is_name and all(holder not in one.content for one in messages)):
+            if value and not (is_name and all(placeholder not in message.content for message in messages)):
                 raise RowError(f'column "{name}" is not empty: only text is trained on', "leave such rows out")
         if self._prompt.key == INSTRUCTION and columns.get(INPUT):
             raise RowError(
@@ -219,7 +220,7 @@ class RowLayout:
         for name in () if self._is_plain else ARGUMENT_COLUMNS:
             value = columns.get(name)
             table = cast("Columns", value) if isinstance(value, dict) else {name: value}
-            if any(one is not None and self._arguments.get(key) != one for key, one in table.items()):
+            if any(argument is not None and self._arguments.get(key) != argument for key, argument in table.items()):
                 raise RowError(
                     f'column "{name}" says {table!r:.80}, and the run file says otherwise or nothing',
                     "set data.chat_template_kwargs for all rows, or leave the column out",
@@ -227,7 +228,9 @@ class RowLayout:
 
     def _column_of_prompt(self, columns: Columns) -> Column:
         other = self._or_prompt
-        return self._prompt if other is None or self._prompt.key in columns or other.key not in columns else other
+        if other is not None and other.key in columns and self._prompt.key not in columns:
+            return other
+        return self._prompt
 
     def _label_of(self, columns: Columns) -> str | None:
         """As text, None if the row has none. Raises RowError."""
@@ -266,27 +269,25 @@ class RowLayout:
         self, columns: Columns, messages: tuple[Message, ...], metadata: dict[str, Any]
     ) -> tuple[Message, ...]:
         """Put the answer to be learnt into the metadata; what is left is the prompt."""
-        answer = self._said(columns, self._answer)
-        if (taken := next((key for key in (DEMONSTRATION, DEMONSTRATION_TURNS) if key in metadata), "")) and (
-            answer is not None or self._is_chat
-        ):
-            raise RowError(f'"{taken}" in the metadata is the name of what is to be learnt', "rename it")
+        answer = self._conversation(columns, self._answer)
+        reserved = next((key for key in (DEMONSTRATION, DEMONSTRATION_TURNS) if key in metadata), "")
+        if reserved and (answer is not None or self._is_chat):
+            raise RowError(f'"{reserved}" in the metadata is the name of what is to be learnt', "rename it")
         if isinstance(answer, str):
             metadata[DEMONSTRATION] = answer
         elif answer is not None:
             turns = parse_messages(answer, self._answer.key)
             check_switches(turns, self._answer.key)
-            metadata[DEMONSTRATION_TURNS] = [_table(turn) for turn in turns]
+            metadata[DEMONSTRATION_TURNS] = [_as_row(turn) for turn in turns]
         elif self._is_chat and self._needs_demonstration and messages[-1].role == "assistant":
-            messages, turns = self._learnt(messages)
+            messages, turns = self._split_learnt(messages)
             is_text = len(turns) == 1 and turns[0] == Message(role="assistant", content=turns[0].content)
             metadata[DEMONSTRATION if is_text else DEMONSTRATION_TURNS] = (
-                turns[0].content if is_text else [_table(turn) for turn in turns]
+                turns[0].content if is_text else [_as_row(turn) for turn in turns]
             )
         elif self._is_chat and messages[-1].role == "assistant":
             last = messages[-1]
-            key, shown = (DEMONSTRATION_TURNS, [_table(last)]) if last.tool_calls else (DEMONSTRATION, last.content)
-            metadata[key] = shown
+            metadata |= {DEMONSTRATION_TURNS: [_as_row(last)]} if last.tool_calls else {DEMONSTRATION: last.content}
             messages = messages[:-1]
         elif self._needs_demonstration:
             raise RowError(
@@ -294,12 +295,12 @@ class RowLayout:
                 "end the conversation with an assistant message, or name a column with data.answer_key",
             )
         is_answered = answer is not None or self._is_chat or self._needs_demonstration
-        if _is_begun(messages) and not is_answered:
+        if _opens_answer(messages) and not is_answered:
             return messages  # the model continues the turn that is begun
         if not messages or messages[-1].role in ("assistant", "system"):
-            last = messages[-1].role if messages else "none"
+            role = messages[-1].role if messages else "none"
             raise RowError(
-                f'the prompt in "{self._prompt.key}" ends with a message from {last}: there is nothing to answer',
+                f'the prompt in "{self._prompt.key}" ends with a message from {role}: there is nothing to answer',
                 'end it with a user message, or use preset = "chat" if the last message is the answer',
             )
         return messages
@@ -307,28 +308,28 @@ class RowLayout:
     def _take_pair(self, columns: Columns, metadata: dict[str, Any]) -> tuple[Columns, dict[str, Any]]:
         """The row with its prompt, and the turns of both answers in the metadata. Without a prompt of its own that is
         what both have in common at their beginning. Raises RowError."""
-        given = _value(columns, self._prompt)
+        prompt = _value(columns, self._prompt)
         names = [column.key for column in self._pair.values()]
-        answers: list[Any] = [self._said(columns, column) for column in self._pair.values()]
+        answers: list[Any] = [self._conversation(columns, column) for column in self._pair.values()]
         for name, answer in zip(names, answers, strict=True):
             if not isinstance(answer, (str, list)) or not answer:
-                held = "nothing" if answer in ("", []) else type(cast(object, answer)).__name__
-                raise RowError(f'column "{name}" holds {held}, not an answer', "write a text or a list of messages")
-        if given is None and all(isinstance(answer, str) for answer in answers):
+                kind = "nothing" if answer in ("", []) else type(cast(object, answer)).__name__
+                raise RowError(f'column "{name}" holds {kind}, not an answer', "write a text or a list of messages")
+        if prompt is None and all(isinstance(answer, str) for answer in answers):
             texts = cast("list[str]", answers)
-            size = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+            size = _num_common(*texts)
             size -= texts[0][:size].endswith(" ")  # a word's tokens begin with the space before it
-            given, answers = texts[0][:size], [text[size:] for text in texts]
+            prompt, answers = texts[0][:size], [text[size:] for text in texts]
             if not all(answers):
                 raise RowError("one answer is the beginning of the other one", "leave such rows out, or set prompt")
         pair = [
             (Message(role="assistant", content=answer),) if isinstance(answer, str) else parse_messages(answer, name)
             for name, answer in zip(names, answers, strict=True)
         ]
-        if given is None or all(turns[0].role != "assistant" for turns in pair):  # both begin with the prompt
-            begun = self._beginning(given, *pair)
-            pair, given = [turns[len(begun) :] for turns in pair], [_table(turn) for turn in begun]
-        if not given:
+        if prompt is None or all(turns[0].role != "assistant" for turns in pair):  # both begin with the prompt
+            beginning = self._common_beginning(prompt, *pair)
+            pair, prompt = [turns[len(beginning) :] for turns in pair], [_as_row(turn) for turn in beginning]
+        if not prompt:
             raise RowError("the row has no prompt", "name its column with data.prompt_key, or begin both with it")
         for name, turns in zip(names, pair, strict=True):
             if not turns or turns[0].role != "assistant":
@@ -338,19 +339,19 @@ class RowLayout:
                 )
         if pair[0] == pair[1]:
             raise RowError("both answers are the same", "leave such rows out")
-        own = {name: [_table(turn) for turn in turns] for name, turns in zip(PAIR, pair, strict=True)}
-        return {**columns, self._prompt.key: given}, {**metadata, **own, MARGIN: self._margin_of(columns)}
+        turns_of = {name: [_as_row(turn) for turn in turns] for name, turns in zip(PAIR, pair, strict=True)}
+        return {**columns, self._prompt.key: prompt}, {**metadata, **turns_of, MARGIN: self._margin_of(columns)}
 
-    def _beginning(self, given: Any, one: Sequence[Message], other: Sequence[Message]) -> Sequence[Message]:
+    def _common_beginning(
+        self, prompt: Any, chosen: Sequence[Message], rejected: Sequence[Message]
+    ) -> Sequence[Message]:
         """The messages that both have at their beginning. Raises RowError if the row's own prompt is another one."""
-        same = next(
-            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-        )
-        key, begun = self._prompt.key, {(turn.role, turn.content.strip()) for turn in one[:same]}
-        told = () if given is None else parse_messages(parse_json_messages(given, key), key)
-        if not {(turn.role, turn.content.strip()) for turn in told} <= begun:
+        beginning = chosen[: _num_common(chosen, rejected)]
+        key, texts = self._prompt.key, {(message.role, message.content.strip()) for message in beginning}
+        messages = () if prompt is None else parse_messages(parse_json_messages(prompt, key), key)
+        if not {(message.role, message.content.strip()) for message in messages} <= texts:
             raise RowError(f'both answers begin with another prompt than "{key}"', "leave one of the prompts out")
-        return one[:same]
+        return beginning
 
     def _margin_of(self, columns: Columns) -> float:
         if not self._margin.key:
@@ -360,15 +361,15 @@ class RowLayout:
             raise RowError(f'column "{self._margin.key}" holds {margin!r:.80}', "write a number from 0 on")
         return float(margin)
 
-    def _learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    def _split_learnt(self, messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The messages before the first turn that is learnt, and those from there to the last one. Raises RowError."""
         check_switches(messages, self._prompt.key)
-        asked = next((at for at, one in enumerate(messages) if one.role not in NOT_ASKED), len(messages))
-        if asked == len(messages):
+        end = len(messages)
+        question = next((index for index, message in enumerate(messages) if message.role not in NOT_ASKED), end)
+        if question == end:
             return messages[:-1], messages[-1:]  # which is refused: there is nothing to answer
-        learnt = [at for at, one in enumerate(messages) if one.is_learnt and at > asked]
-        if self._learns_last:
-            learnt = [at for at in learnt if at == len(messages) - 1]
+        first = end - 1 if self._learns_last else question + 1
+        learnt = [index for index in range(first, end) if messages[index].is_learnt]
         if not learnt:
             raise RowError(
                 f'no message of "{self._prompt.key}" is learnt',
@@ -377,9 +378,18 @@ class RowLayout:
         return messages[: learnt[0]], messages[learnt[0] : learnt[-1] + 1]
 
 
-def _is_begun(messages: tuple[Message, ...]) -> bool:
+def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items both begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _opens_answer(messages: tuple[Message, ...]) -> bool:
     """Whether they end with a turn of the model, after another role's."""
-    return bool(messages) and messages[-1].role == "assistant" and any(one.role not in NOT_ASKED for one in messages)
+    return (
+        bool(messages)
+        and messages[-1].role == "assistant"
+        and any(message.role not in NOT_ASKED for message in messages)
+    )
 
 
 def _value(columns: Columns, column: Column) -> Any:
@@ -417,7 +427,7 @@ def _lack(label: object) -> str:
     return lacks and f"a list that holds {lacks}"
 
 
-def _table(message: Message) -> dict[str, Any]:
+def _as_row(message: Message) -> dict[str, Any]:
     """As a row would hold it."""
     return orjson.loads(msgspec.json.encode(message))
 
@@ -426,8 +436,8 @@ def _missing(column: Column, above: str, table: Columns, part: str) -> RowError:
     names = sorted(table)
     shown = ", ".join(names[:SHOWN_COLUMNS]) + (", ..." if len(names) > SHOWN_COLUMNS else "")
     holder = f'"{above}"' if above else "the row"
-    near = suggest(part, names)
-    remedy = f"name it with data.{column.setting}" + (f"; {near}" if "did you mean" in near else "")
+    hint = suggest(part, names)
+    remedy = f"name it with data.{column.setting}" + (f"; {hint}" if "did you mean" in hint else "")
     return RowError(f'column "{column.key}" is missing; {holder} has {shown or "no columns"}', remedy)
 
 

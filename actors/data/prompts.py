@@ -14,8 +14,8 @@ import tempfile
 import weakref
 import zlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import cast
 
 import msgspec
@@ -98,12 +98,12 @@ def encode_prompt(prompt: Prompt) -> bytes:
     return encoded
 
 
-def chosen_rows(source: Source, file: RowFile) -> Iterator[Row]:
+def source_rows(source: Source, file: RowFile) -> Iterator[Row]:
     """Raises DataError if there are none."""
     rows, num_rows = file.rows(), 0
     if source.start is not None or source.stop is not None:
-        chosen = source.rows(file.num_rows)
-        rows = itertools.islice(rows, chosen.start, chosen.stop)
+        numbers = source.rows(file.num_rows)
+        rows = itertools.islice(rows, numbers.start, numbers.stop)
     for num_rows, row in enumerate(rows, start=1):  # noqa: B007 -- how many there were
         yield row
     if not num_rows and (in_all := file.num_rows):
@@ -141,7 +141,7 @@ class RowSet:
         self.overlong_rows: list[str] = []
         """The first few."""
         for source in sources:
-            self._add(str(source), chosen_rows(source, open_rows(source.path, layout, key)), skips_bad=skips_bad)
+            self._add(str(source), source_rows(source, open_rows(source.path, layout, key)), skips_bad=skips_bad)
         if not self._spots and self.num_overlong:
             raise DataError(
                 f"{key}: no row is left, {self.num_overlong} are over-long; the first: {self.overlong_rows[0]}",
@@ -172,9 +172,9 @@ class RowSet:
             if excess:
                 self._leave_out(f"{place}: {excess}")
                 continue
-            kept = _encode_as_written(msgspec.structs.replace(prompt, row=number, source=source))
-            self._sizes.append(len(kept))
-            self._spots.append(self._spool.add(kept))
+            encoded = _encode_as_written(msgspec.structs.replace(prompt, row=number, source=source))
+            self._sizes.append(len(encoded))
+            self._spots.append(self._spool.add(encoded))
             self._hash.update(len(meaning).to_bytes(8, "little") + meaning)
 
     def _note_bad(self, text: str) -> None:
@@ -254,21 +254,15 @@ class RowOrder:
         self._seed = seed
         self._salt = [zlib.crc32(name.encode())] if name else []
         self._is_shuffled = is_shuffled
-        self._kept: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+        self._permutation = lru_cache(KEPT_PASSES)(self._permute)
 
-    def row(self, pass_index: int, at: int) -> int:
-        return int(self._permutation(pass_index)[at]) if self._is_shuffled else at
+    def row(self, pass_index: int, index: int) -> int:
+        return int(self._permutation(pass_index)[index]) if self._is_shuffled else index
 
-    def _permutation(self, pass_index: int) -> npt.NDArray[np.int64]:
-        kept = self._kept.get(pass_index)
-        if kept is None:
-            # RandomState, not Generator: numpy promises that its streams never change between versions.
-            words = [self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, pass_index & 0xFFFFFFFF, *self._salt]
-            kept = cast("npt.NDArray[np.int64]", np.random.RandomState(words).permutation(self._num_rows))
-            self._kept[pass_index] = kept
-            while len(self._kept) > KEPT_PASSES:
-                self._kept.popitem(last=False)
-        return kept
+    def _permute(self, pass_index: int) -> npt.NDArray[np.int64]:
+        # RandomState, not Generator: numpy promises that its streams never change between versions.
+        seeds = [self._seed & 0xFFFFFFFF, (self._seed >> 32) & 0xFFFFFFFF, pass_index & 0xFFFFFFFF, *self._salt]
+        return cast("npt.NDArray[np.int64]", np.random.RandomState(seeds).permutation(self._num_rows))
 
 
 DATA_SOURCE = "data_source"
@@ -282,11 +276,11 @@ def open_held_out(config: RunConfig, limit: PromptLimit | None) -> dict[str, Row
 
 def held_out_layout(config: RunConfig, name: str) -> RowLayout:
     """How the rows of a set are read."""
-    own = config.eval.sets.get(name)
-    part = config.data if own is None else config.data.read_like(own)
-    if own is None or not own.reward:
+    eval_set = config.eval.sets.get(name)
+    part = config.data if eval_set is None else config.data.read_like(eval_set)
+    if eval_set is None or not eval_set.reward:
         return layout_of(config, part, config.reward)
-    return layout_of(config, part, config.reward.alone(own.reward))
+    return layout_of(config, part, config.reward.alone(eval_set.reward))
 
 
 def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, source: str = "") -> RowLayout:
@@ -300,8 +294,8 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
 def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None) -> RowSet:
     skips_bad = config.data.on_bad_line == "skip"
     rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad, limit=limit)
-    own = config.eval.sets.get(name)
-    num_rows = min((own.num_prompts if own is not None else 0) or config.eval.num_prompts, len(rows))
+    eval_set = config.eval.sets.get(name)
+    num_rows = min((eval_set.num_prompts if eval_set is not None else 0) or config.eval.num_prompts, len(rows))
     place = f"eval.sets.{name}" if name else "eval"
     if num_rows < len(rows):
         _log.warning(
@@ -344,19 +338,19 @@ class PromptDataset:
         if row is None:
             return None
         prompt = self.rows.prompt(row, group_id=draw, pass_index=draw // len(self.rows))
-        return named(prompt, self._name) if self._name else prompt
+        return with_source(prompt, self._name) if self._name else prompt
 
     def row_of(self, draw: int) -> int | None:
         """Which good row a draw (from 0) brings, or None when all passes are over."""
         if draw < 0:
             raise ValueError(f"draws count from 0, not {draw}")
-        pass_index, at = divmod(draw, len(self.rows))
+        pass_index, index = divmod(draw, len(self.rows))
         if self._max_passes and pass_index >= self._max_passes:
             return None
-        return self._order.row(pass_index, at)
+        return self._order.row(pass_index, index)
 
 
-def named(prompt: Prompt, name: str) -> Prompt:
+def with_source(prompt: Prompt, name: str) -> Prompt:
     """A prompt of one of several sources; its metadata name it, unless the row says something in that place."""
     return msgspec.structs.replace(prompt, source_name=name, metadata={DATA_SOURCE: name, **prompt.metadata})
 
@@ -400,10 +394,10 @@ class Dataset:
     def check_batch(self, batch_size: int) -> None:
         """Raise DataError if all passes of all sources that have a weight are less than one batch."""
         counts = [source.num_draws for name, source in self.by_name.items() if self.weights.get(name, 1.0)]
-        known = [count for count in counts if count is not None]
-        if len(known) == len(counts) and sum(known) < batch_size:
+        bounds = [count for count in counts if count is not None]
+        if len(bounds) == len(counts) and sum(bounds) < batch_size:
             raise DataError(
-                f"data: all passes over the rows are {sum(known)} prompts, fewer than one batch, "
+                f"data: all passes over the rows are {sum(bounds)} prompts, fewer than one batch, "
                 f"algo.batch_size = {batch_size}",
                 remedy="lower algo.batch_size, or raise data.max_passes (0 = endless)",
             )
@@ -423,8 +417,8 @@ def open_data(config: RunConfig) -> Dataset:
         )
         by_name[name] = PromptDataset(rows, part, config.run.seed, name=name)
     weights = {name: source.weight for name, source in config.data.sources.items()}
-    found = Dataset(by_name, weights, open_held_out(config, limit))
-    if found.num_bad:
-        first = "; ".join(found.bad_rows[:SHOWN_BAD_ROWS])
-        _log.warning("%d bad rows are left out; the first: %s", found.num_bad, first)
-    return found
+    dataset = Dataset(by_name, weights, open_held_out(config, limit))
+    if dataset.num_bad:
+        first = "; ".join(dataset.bad_rows[:SHOWN_BAD_ROWS])
+        _log.warning("%d bad rows are left out; the first: %s", dataset.num_bad, first)
+    return dataset

@@ -41,7 +41,7 @@ class RecordedGroups:
             if meta.get("format") != FORMAT:
                 raise LedgerError(f"{path} has format {meta.get('format')}, this program reads {FORMAT}")
             self._run = meta["run"]
-            self._ids = array("q", (found[0] for found in self._ledger.query(f"SELECT g.group_id {WHOLE}")))
+            self._ids = array("q", (group_id for (group_id,) in self._ledger.query(f"SELECT g.group_id {WHOLE}")))
         except LedgerError as error:
             raise DataError(f"{error.message}", remedy="name a file that `myxa dump` wrote") from error
         if not self._ids:
@@ -59,11 +59,11 @@ class RecordedGroups:
 
     def read(self, row: int) -> Columns:
         """Its prompt, as it was drawn. Raises RowError."""
-        group, (found,) = self.group(row), self._ledger.select("group_id = ?", self._ids[row])
+        group, (entry,) = self.group(row), self._ledger.select("group_id = ?", self._ids[row])
         recording = {
             "run": self._run,
-            "group": found.group_id,
-            "step": found.step,
+            "group": entry.group_id,
+            "step": entry.step,
             "version": group.oldest_version(),
             "rewards": group.rollout_rewards().tolist(),
         }
@@ -101,16 +101,16 @@ class Recording:
         row = self._sources[name].rows(file.num_rows)[number]
         try:
             group = file.group(row)
-            kept = [at for at, sample in enumerate(group.samples) if sample.index < work.num_samples]
-            num_masked = work.num_samples - len({group.samples[at].index for at in kept})
+            used = [index for index, sample in enumerate(group.samples) if sample.index < work.num_samples]
+            num_masked = work.num_samples - len({group.samples[index].index for index in used})
             if num_masked > group.num_masked:
                 raise RowError(f"not {work.num_samples} samples are recorded", "lower rollout.num_samples")
-            samples = tuple(self._fit(group.samples[at], work.prompt.group_id) for at in kept)
+            samples = tuple(self._fit(group.samples[index], work.prompt.group_id) for index in used)
         except RowError as error:
             raise DataError(f"{file.place(row)}: {error.cause}", remedy=error.remedy) from error
-        parts = tuple(group.reward_parts[at] for at in kept) if group.reward_parts else ()
+        parts = tuple(group.reward_parts[index] for index in used) if group.reward_parts else ()
         return Group(
-            prompt=work.prompt, samples=samples, rewards=group.rewards[kept], reward_parts=parts, knobs=work.knobs,
+            prompt=work.prompt, samples=samples, rewards=group.rewards[used], reward_parts=parts, knobs=work.knobs,
             num_masked=num_masked,
         )  # fmt: skip
 

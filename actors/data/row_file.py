@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
 from functools import partial
@@ -71,7 +72,7 @@ def exact_json(text: bytes | str) -> object:
             ) from error
         raise NotJson(f"it is not JSON: {_why(data)}", REMEDY) from error
     if _num_quotes(data) != _num_quotes(msgspec.json.encode(value)):
-        json.loads(data, object_pairs_hook=_object)
+        json.loads(data, object_pairs_hook=_unique_keys)
     return value
 
 
@@ -82,13 +83,12 @@ def _num_quotes(text: bytes) -> int:
     return text.count(b'"') - text.count(b'\\"')
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Columns:
-    names = [name for name, _ in pairs]
-    for name in set(names):
-        names.remove(name)
-    if names:
-        raise RowError(f'the key "{names[0]}" comes twice in one object', "keep one of them")
-    return dict(pairs)
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Columns:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise RowError(f'the key "{name}" comes twice in one object', "keep one of them")
+    return table
 
 
 REMEDY = "mend it; NaN, Infinity and half a character (of a text that was cut inside an emoji) are not JSON"
@@ -154,20 +154,22 @@ class FileBytes:
                 raise
             # pyarrow has no class of its own for data that ends too early.
             is_cut = isinstance(error, EOFError) or "runcated" in str(error)
-            what, how = ("is cut off", "ends in the middle") if is_cut else ("cannot be unpacked", "is damaged")
+            trouble = f"is cut off: its {self.packing} data ends in the middle"
+            if not is_cut:
+                trouble = f"cannot be unpacked: its {self.packing} data is damaged"
             raise DataError(
-                f"{self._path}: {what}: its {self.packing} data {how}",
+                f"{self._path}: {trouble}",
                 remedy=f"copy it again; `{self.packing} -t` checks it",
             ) from error
 
 
-def pyarrow(path: str, what: str, module: str = "pyarrow") -> Any:
+def pyarrow(path: str, kind: str, module: str = "pyarrow") -> Any:
     """pyarrow, which only its files pay for. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{path}: {what} needs pyarrow, which is not installed", remedy="pip install 'myxa[parquet]'"
+            f"{path}: {kind} needs pyarrow, which is not installed", remedy="pip install 'myxa[parquet]'"
         ) from error
 
 

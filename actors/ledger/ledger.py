@@ -66,16 +66,16 @@ class GroupTally:
         for row, sign in ((before, -1), (after, 1)):
             if row is not None:
                 counts = self._counts[row.state, row.reason]
-                for at, count in enumerate((1, row.num_tokens >= 0, max(row.num_tokens, 0))):
-                    counts[at] += sign * count
+                for index, count in enumerate((1, row.num_tokens >= 0, max(row.num_tokens, 0))):
+                    counts[index] += sign * count
 
     @property
     def states(self) -> dict[str, int]:
         """State -> number of groups; states without groups are left out."""
-        found = Counter[str]()
+        totals = Counter[str]()
         for (state, _), (num_groups, *_) in self._counts.items():
-            found[str(state)] += num_groups
-        return {state: num_groups for state, num_groups in found.items() if num_groups}
+            totals[str(state)] += num_groups
+        return {state: num_groups for state, num_groups in totals.items() if num_groups}
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -86,9 +86,9 @@ class GroupTally:
     def mean_tokens(self) -> dict[str, float]:
         """Mean response tokens of a group: "trained", and per reason for dropping, as far as lengths are known."""
         lengths, tokens = Counter[str](), Counter[str]()
-        for (state, reason), (_, num_known, num_tokens) in self._counts.items():
+        for (state, reason), (_, num_measured, num_tokens) in self._counts.items():
             if state in _IN_FILE:
-                lengths[reason or TRAINED_LENGTH] += num_known
+                lengths[reason or TRAINED_LENGTH] += num_measured
                 tokens[reason or TRAINED_LENGTH] += num_tokens
         return {name: tokens[name] / count for name, count in lengths.items() if count}
 
@@ -116,17 +116,17 @@ class Draws:
         )[0]
         since, _, mix = file.meta().get(_MARK, "0 ").partition(" ")
         self.stretch = Stretch(mix, int(since))
-        taken = "SELECT source, COUNT(*) FROM groups WHERE redraw_of < 0"
-        self.taken: Counter[str] = Counter(dict(file.query(f"{taken} GROUP BY source")))
+        counting = "SELECT source, COUNT(*) FROM groups WHERE redraw_of < 0"
+        self.taken: Counter[str] = Counter(dict(file.query(f"{counting} GROUP BY source")))
         """Source -> draws from it: the number of the next."""
-        given = f"draw >= ? AND reason NOT IN ({_marks(PASSED_OVER)})"
-        found = file.query(f"{taken} AND {given} GROUP BY source", self.stretch.since, *PASSED_OVER)
-        self.in_stretch: Counter[str] = Counter(dict(found))
+        condition = f"draw >= ? AND reason NOT IN ({_marks(PASSED_OVER)})"
+        counts = file.query(f"{counting} AND {condition} GROUP BY source", self.stretch.since, *PASSED_OVER)
+        self.in_stretch: Counter[str] = Counter(dict(counts))
         """The same since the stretch began, without those that were passed over."""
-        again = file.select(
+        stale = file.select(
             "state = 'DROPPED' AND reason = ? AND group_id NOT IN (SELECT redraw_of FROM groups)", STALE
         )
-        self.redraws = {row.group_id: row.draw for row in again}
+        self.redraws = {row.group_id: row.draw for row in stale}
         """Dropped group -> its draw, which is to be drawn once more."""
 
     def begin(self, stretch: Stretch) -> None:
@@ -220,11 +220,11 @@ class Ledger(LedgerReader):
             self._db.executemany("INSERT INTO meta VALUES (?, ?)", names.items())
             self._db.execute("COMMIT")
             return
-        known = self.meta()
-        for key, wanted in identity.items():
-            if known.get(key) != wanted:
+        meta = self.meta()
+        for key, value in identity.items():
+            if meta.get(key) != value:
                 raise LedgerError(
-                    f"{self.path} belongs to another {key}: {known.get(key)!r}, this run has {wanted!r}",
+                    f"{self.path} belongs to another {key}: {meta.get(key)!r}, this run has {value!r}",
                     remedy="resume with the run's own files and the version of myxa that began it, or start a run with "
                     "an empty directory",
                 )
@@ -297,8 +297,8 @@ class Ledger(LedgerReader):
 
     def payload(self, group_id: int) -> bytes | None:
         """Bytes of a whole group (READY and later), else of its unfinished samples; None if there are none."""
-        found = self.stored(group_id)
-        return None if found is None else found[1]
+        payload = self.stored(group_id)
+        return None if payload is None else payload[1]
 
     def group(self, group_id: int) -> Group:
         """A whole group. Raises LedgerError naming it if it has none, or a damaged one."""
@@ -325,7 +325,7 @@ class Ledger(LedgerReader):
 
     def number_terms(self, terms: Terms) -> int:
         """The number under which these terms are kept, for the rows of `dispatch`."""
-        number = next((known for known, other in reversed(self._terms.items()) if other == terms), 0)
+        number = next((number for number, entry in reversed(self._terms.items()) if entry == terms), 0)
         if not number:
             data = msgspec.json.encode(terms).decode()
             with self._writing():
@@ -350,13 +350,13 @@ class Ledger(LedgerReader):
         with self._change() as change:
             next_id = self.draws.next_id
             for row in rows:
-                if (at := self.find(row.group_id)) is not None:
-                    row = replace(at, rollout=row.rollout, epoch=row.epoch, version=row.version)
+                if (before := self.find(row.group_id)) is not None:
+                    row = replace(before, rollout=row.rollout, epoch=row.epoch, version=row.version)
                 elif row.group_id != next_id:
                     raise LedgerError(f"group {row.group_id} is drawn, but the next id is {next_id}")
                 else:
                     next_id += 1
-                if row.reason and at is None:
+                if row.reason and before is None:
                     change.move(row, State.DROPPED)
                 else:
                     change.move(replace(row, attempt=row.attempt + 1), State.DISPATCHED, detail=row.rollout)
@@ -478,10 +478,10 @@ class Ledger(LedgerReader):
                 remedy="end the run and `myxa resume` it, with the copy of the ledger in that checkpoint",
             )
         durable = min(self._durable, version)
-        given = self.select("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER)
-        with self._change(given) as change:
+        rows = self.select("state IN ('CLAIMED', 'TRAINED', 'DURABLE') OR reason = ?", LEFTOVER)
+        with self._change(rows) as change:
             change.meta |= {"base_version": str(version), "durable_version": str(durable)}
-            for row in given:
+            for row in rows:
                 self._rewind_row(change, row, version)
             num_ready = sum(row.state is State.READY for row in change.rows.values())
             for row in [*self.rows(*OPEN), *change.rows.values()]:

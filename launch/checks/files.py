@@ -22,7 +22,7 @@ from ...actors.backends.megatron.layout import ParallelLayout, check_routing
 from ...actors.checkpoints.folder import check_model, read_manifest, weights_version
 from ...actors.data.data_files import check_data_files, is_large, needs_pyarrow, open_rows
 from ...actors.data.layout import RowLayout
-from ...actors.data.prompts import chosen_rows, encode_prompt, held_out_layout, layout_of, open_data
+from ...actors.data.prompts import encode_prompt, held_out_layout, layout_of, open_data, source_rows
 from ...actors.data.row_file import Row, RowError
 from ...actors.engines.sglang.server_args import check_guesses, check_sizes, guesses_by, stale_guesses
 from ...actors.hub import lacks_weights
@@ -323,7 +323,7 @@ def read_rows(
             if is_readable and not is_large(source.path, key, MAX_BYTES):
                 file = open_rows(source.path, layout, key)
                 num_rows = len(source.rows(file.num_rows))
-                rows = itertools.islice(chosen_rows(source, file), FIRST_ROWS)
+                rows = itertools.islice(source_rows(source, file), FIRST_ROWS)
                 findings += _first_bad(rows, layout, key, skips_bad=skips_bad, write=write)
         except MyxaError as error:
             findings.append(Finding(key_of(error.message) or key, error))

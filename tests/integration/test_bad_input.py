@@ -271,19 +271,19 @@ def test_when_a_drought_is_told_and_when_it_is_hopeless() -> None:
     limit, told, number = 2 * NUM_BATCHES, list[int](), 0
     starvation = StarvationCheck(2, lambda kind, text: told.append(number))
     for number in range(1, 5 * limit):
-        starvation.left_out("zero_variance" if number % 2 else "prompt-too-long", f"row {number}")
+        starvation.note_left_out("zero_variance" if number % 2 else "prompt-too-long", f"row {number}")
     assert told == [limit, 2 * limit, 4 * limit], "at the limit, then whenever it has doubled"
     assert starvation.verdict is None, "some prompts can be used"
     assert "zero_variance 100, prompt-too-long 99" in starvation.complaint
-    starvation.kept()
+    starvation.note_kept()
     assert starvation.complaint == ""
     for number in range(limit):
         assert starvation.verdict is None
-        starvation.left_out("prompt-too-long", f"row {number} is long")
+        starvation.note_left_out("prompt-too-long", f"row {number} is long")
     assert isinstance(starvation.verdict, DataError)
     assert str(starvation.verdict) == f"none of the last {limit} prompts could be used; the last one: row 39 is long"
     for number in range(1000):
-        starvation.left_out(f"a reason of its own, {number}")
+        starvation.note_left_out(f"a reason of its own, {number}")
     assert starvation.complaint.count(",") < 20, "reasons made from values do not grow without end"
 
 
