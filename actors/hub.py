@@ -77,10 +77,11 @@ def fetched(config: RunConfig, *, has_data: bool = True, say: Say = say_nothing,
     again, what is done, and how much of it. Raises ConfigError."""
     fetch = _Fetch(has_data=has_data, say=say, doing=doing)
     config = fetch.run(config)
-    if len(fetch.findings) == 1:
-        raise fetch.findings[0].error
-    if fetch.findings:
-        raise ConfigError("\n  ".join(("not all can be had of the hub:", *(str(one.error) for one in fetch.findings))))
+    errors = [finding.error for finding in fetch.findings]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError("\n  ".join(("not all can be had of the hub:", *map(str, errors))))
     return config
 
 
@@ -124,11 +125,11 @@ def _folder(name: HubName) -> str:
 
 def _held_bytes(name: HubName) -> int:
     """Of the repository on this disk, unfinished files included."""
-    found = 0
+    num_bytes = 0
     for path in Path(_folder(name), "blobs").glob("*"):
         with suppress(OSError):  # it has its last name now
-            found += path.stat().st_blocks * BLOCK_BYTES
-    return found
+            num_bytes += path.stat().st_blocks * BLOCK_BYTES
+    return num_bytes
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class _Fetch:
     max_bytes: int | None = None
     say: Say = say_nothing
     doing: Say = say_nothing
-    _words: Callable[[], str] = lambda: "asking the hub"
+    _progress: Callable[[], str] = lambda: "asking the hub"
     downloads: list[HubDownload] = field(default_factory=list[HubDownload])
     """That were left out or are done."""
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -148,60 +149,60 @@ class _Fetch:
 
     def run(self, config: RunConfig) -> RunConfig:
         """In a thread, so that Ctrl-C waits for no answer."""
-        work = begin_in_daemon_thread(lambda: with_named(config, self._pinned), "hub")
+        work = begin_in_daemon_thread(lambda: with_named(config, self._pin), "hub")
         while wait((work,), LOOK_EVERY_S).not_done:
-            self.doing(self._words())
+            self.doing(self._progress())
         return work.result()
 
-    def _pinned(self, text: str, meaning: Meaning, path: KeyPath) -> str | tuple[str, ...]:
+    def _pin(self, text: str, meaning: Meaning, path: KeyPath) -> str | tuple[str, ...]:
         kind, key = KINDS.get(meaning), ".".join(path)
         if kind is None or not text.startswith(HUB) or (kind == "dataset" and not self.has_data):
             return text
         part = "".join(SLICE.findall(text))
-        self._words = lambda: f"{key}: asking the hub for {text}"
+        self._progress = lambda: f"{key}: asking the hub for {text}"
         try:
             name = HubName.of(kind, SLICE.sub("", text))
-            found = self._model(name, key) if kind == "model" else self._data_set(name, key)
-            if part and len(found) > 1:
-                several = ", ".join(one.file for one in found)
-                raise ConfigError(f"{key}: {text} is of several patterns: {several}", remedy=f"name one: {found[0]}")
+            names = self._fetch_model(name, key) if kind == "model" else self._fetch_data_set(name, key)
+            if part and len(names) > 1:
+                patterns = ", ".join(name.file for name in names)
+                raise ConfigError(f"{key}: {text} is of several patterns: {patterns}", remedy=f"name one: {names[0]}")
         except MyxaError as error:
             self.findings.append(Finding(key, error))
             return text
-        texts = tuple(f"{one}{part}" for one in found)
+        texts = tuple(f"{name}{part}" for name in names)
         if texts != (text,):
             self.say(f"{key}: {', '.join(texts)}")
         return texts[0] if len(texts) == 1 else texts
 
-    def _model(self, name: HubName, key: str) -> tuple[HubName, ...]:
-        folder = self._small(name, key, MODEL_FILES)
+    def _fetch_model(self, name: HubName, key: str) -> tuple[HubName, ...]:
+        folder = self._fetch_small(name, key, MODEL_FILES)
         name = replace(name, revision=folder.name)
-        files = self._get(name, key, (*MODEL_FILES, WEIGHTS))
-        if not any(one.endswith(WEIGHTS[1:]) for one in files or map(str, folder.iterdir())):
-            held = ", ".join(_listing(name, folder)[:SHOWN])
+        files = self._fetch_files(name, key, (*MODEL_FILES, WEIGHTS))
+        if not any(file.endswith(WEIGHTS[1:]) for file in files or map(str, folder.iterdir())):
+            listing = ", ".join(_listing(name, folder)[:SHOWN])
             raise ConfigError(
-                f"{key}: {name} has no safetensors files: it holds {held or 'nothing'}",
+                f"{key}: {name} has no safetensors files: it holds {listing or 'nothing'}",
                 remedy="name a repository or revision that has them; other formats can run code and are not read",
             )
         return (name,)
 
-    def _data_set(self, name: HubName, key: str) -> tuple[HubName, ...]:
-        folder = self._small(name, key, (CARD, ALWAYS))
+    def _fetch_data_set(self, name: HubName, key: str) -> tuple[HubName, ...]:
+        folder = self._fetch_small(name, key, (CARD, ALWAYS))
         name = replace(name, revision=folder.name)
-        patterns = (name.file,) if name.file else _chosen(name, key, folder)
+        patterns = (name.file,) if name.file else _patterns_of_split(name, key, folder)
         try:
-            found = tuple(HubName.of("dataset", str(replace(name, parts=(), file=one))) for one in patterns)
+            names = tuple(HubName.of("dataset", str(replace(name, parts=(), file=file))) for file in patterns)
         except ValueError:
             raise ConfigError(
                 f"{key}: the card of {name} names files outside of it: {', '.join(map(repr, patterns))}",
                 remedy="do not use this data set",
             ) from None
         # `**/` of a pattern of paths may be nothing; in one of texts, as the hub's, it holds a slash.
-        if self._get(name, key, (*patterns, *(one.replace("**/", "") for one in patterns))) == ():
+        if self._fetch_files(name, key, (*patterns, *(pattern.replace("**/", "") for pattern in patterns))) == ():
             raise ConfigError(f"{key}: {name} has no file {', '.join(patterns)}", remedy="look at its files on the hub")
-        return found
+        return names
 
-    def _small(self, name: HubName, key: str, patterns: Sequence[str]) -> Path:
+    def _fetch_small(self, name: HubName, key: str, patterns: Sequence[str]) -> Path:
         """Fetch what is read before anything else is asked for. The folder of the commit."""
         if (missing := self._missing(name, key, patterns)[0]) > LOOK_BYTES:
             raise ConfigError(
@@ -210,13 +211,13 @@ class _Fetch:
             )
         return self._snapshot(name, key, patterns)
 
-    def _get(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[str, ...] | None:
+    def _fetch_files(self, name: HubName, key: str, patterns: Sequence[str]) -> tuple[str, ...] | None:
         """Fetch all files that are like the patterns, if there is room and they are not too large. Their names; None:
         the hub cannot be asked, and all that is known to be needed is there."""
         missing, names = self._missing(name, key, patterns)
         folder = Path(_cache())
-        free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
-        planned = sum({one.name: one.num_bytes for one in self.downloads if one.name != str(name)}.values())
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        planned = sum({other.name: other.num_bytes for other in self.downloads if other.name != str(name)}.values())
         self.downloads.append(HubDownload(key, str(name), missing, free, str(folder)))
         if missing + planned > free:
             raise ConfigError(
@@ -227,7 +228,7 @@ class _Fetch:
             if missing:
                 self.say(f"{key}: fetching {missing / GIB:.3f} GiB into {folder}")
                 held = _held_bytes(name)
-                self._words = lambda: (
+                self._progress = lambda: (
                     f"{key}: {max(0, _held_bytes(name) - held) / MIB:.3f} of {missing / MIB:.3f} MiB fetched of {name}"
                 )
             self._snapshot(name, key, patterns)
@@ -248,9 +249,9 @@ class _Fetch:
         if the hub cannot be asked."""
         from huggingface_hub.file_download import DryRunFileInfo
 
-        found = cast("list[DryRunFileInfo] | None", self._ask(name, key, patterns, dry_run=True))
-        missing = sum(one.file_size or 0 for one in found or () if one.will_download)
-        return missing, None if found is None else tuple(one.filename for one in found)
+        files = cast("list[DryRunFileInfo] | None", self._ask(name, key, patterns, dry_run=True))
+        missing = sum(file.file_size or 0 for file in files or () if file.will_download)
+        return missing, None if files is None else tuple(file.filename for file in files)
 
     def _ask(self, name: HubName, key: str, patterns: Sequence[str], *, dry_run: bool = False) -> object:
         """What `snapshot_download` returns, or what it fails with in words; None for a dry run that cannot be made.
@@ -266,8 +267,8 @@ class _Fetch:
         if dry_run and self.silence:
             return None
         hooks = get_session().event_hooks["request"]
-        if _in_time not in hooks:
-            hooks.append(_in_time)
+        if _limit_time not in hooks:
+            hooks.append(_limit_time)
         disable_progress_bars()  # `doing` says it
         constants.DOWNLOAD_CHUNK_SIZE = MIB  # is written at once: a slow download is seen to grow
         try:
@@ -282,7 +283,7 @@ class _Fetch:
             return None
         except Exception as error:  # noqa: BLE001 -- its HTTP, disk and transfer libraries have errors of their own
             error.__cause__ = error.__cause__ or self.silence
-            cause, remedy = _in_words(error, name)
+            cause, remedy = _explain(error, name)
             raise ConfigError(f"{key}: {name}: {cause}", remedy=remedy) from None
 
 
@@ -299,13 +300,13 @@ def _listing(name: HubName, folder: Path) -> list[str]:
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _in_time(request: Any) -> None:
+def _limit_time(request: Any) -> None:
     """Give a request the time limits that it lacks: huggingface_hub asks for revisions without any."""
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 
     limits = request.extensions.get("timeout", {})
     request.extensions["timeout"] = {
-        what: HF_HUB_DOWNLOAD_TIMEOUT if value is None else value for what, value in limits.items()
+        phase: HF_HUB_DOWNLOAD_TIMEOUT if value is None else value for phase, value in limits.items()
     }
 
 
@@ -314,7 +315,7 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"(https?://)(?:[^\s/@'\"]*@)?([^\s?'\"]*)(?:\?[^\s'\"]*)?", r"\1\2", text)
 
 
-def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
+def _explain(error: Exception, name: HubName) -> tuple[str, str]:
     """Cause and remedy."""
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import (
@@ -339,8 +340,8 @@ def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
     shown = _without_secrets(str(cause).splitlines()[0] if str(cause) else type(cause).__name__)
     if isinstance(error, LocalEntryNotFoundError):
         is_off = isinstance(cause, OfflineModeIsEnabled)
-        said = "answers" if isinstance(cause, HfHubHTTPError) else "does not answer:"
-        why = "HF_HUB_OFFLINE is set" if is_off else f"{_without_secrets(ENDPOINT)} {said} {shown}"
+        verb = "answers" if isinstance(cause, HfHubHTTPError) else "does not answer:"
+        why = "HF_HUB_OFFLINE is set" if is_off else f"{_without_secrets(ENDPOINT)} {verb} {shown}"
         return f"the {repo} is not whole in the cache, and {why}", f"fetch it where there is network, {both}"
     if isinstance(error, HfHubHTTPError):
         return f"the hub answers {shown}", "try again later: what is there stays; see status.huggingface.co"
@@ -350,11 +351,11 @@ def _in_words(error: Exception, name: HubName) -> tuple[str, str]:
 # -- splits of data sets -----------------------------------------------------------------------------------------------
 
 
-def _chosen(name: HubName, key: str, folder: Path) -> tuple[str, ...]:
+def _patterns_of_split(name: HubName, key: str, folder: Path) -> tuple[str, ...]:
     """Patterns of the files of the split that is meant: as the data set's card says, or its only file."""
-    splits = _told_splits(folder / CARD)
+    splits = _splits_of_card(folder / CARD)
     if not splits:
-        files = [one for one in _listing(name, folder) if DATA.search(one) and not NO_DATA.search(one)]
+        files = [file for file in _listing(name, folder) if DATA.search(file) and not NO_DATA.search(file)]
         if len(files) == 1 and not name.parts:
             return (glob.escape(files[0]),)
         raise ConfigError(
@@ -362,14 +363,14 @@ def _chosen(name: HubName, key: str, folder: Path) -> tuple[str, ...]:
             remedy=f"name a file or pattern, {replace(name, parts=(), file=files[0] if files else '*.jsonl')}, or the "
             f"hub's own copy: {name.repo}@refs/convert/parquet/default/train/*.parquet",
         )
-    hits = [one for one in splits if name.parts in ((), one, one[:1], one[1:])]
+    hits = [split for split in splits if name.parts in ((), split, split[:1], split[1:])]
     if len(hits) == 1:
         return splits[hits[0]]
     has_configs = len({config for config, _ in splits}) > 1
-    known = [":".join(one if has_configs else one[1:]) for one in splits]
-    what = "could be several" if hits else f"is none of its splits; {suggest(':'.join(name.parts), known)}"
-    shown = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
-    raise ConfigError(f"{key}: {name} {what}: {shown}", remedy=f"say which: {name.repo}:{known[0]}")
+    names = [":".join(split if has_configs else split[1:]) for split in splits]
+    trouble = "could be several" if hits else f"is none of its splits; {suggest(':'.join(name.parts), names)}"
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    raise ConfigError(f"{key}: {name} {trouble}: {shown}", remedy=f"say which: {name.repo}:{names[0]}")
 
 
 class _Files(msgspec.Struct, frozen=True):
@@ -386,25 +387,25 @@ class _Card(msgspec.Struct, frozen=True):
     configs: tuple[_Part, ...] = ()
 
 
-def _told_splits(card: Path) -> dict[Split, tuple[str, ...]]:
+def _splits_of_card(card: Path) -> dict[Split, tuple[str, ...]]:
     """Patterns of files by what the `configs` of a data set's card say; none where they are not as the hub has them."""
     from huggingface_hub import metadata_load  # pyright: ignore[reportUnknownVariableType]
 
     try:
         is_read = card.stat().st_size <= MAX_CARD_BYTES
-        told = cast("dict[str, Any]", metadata_load(card) or {}) if is_read else {}
-        pieces = json.JSONEncoder().iterencode(told.get("configs"))
+        metadata = cast("dict[str, Any]", metadata_load(card) or {}) if is_read else {}
+        pieces = json.JSONEncoder().iterencode(metadata.get("configs"))
         if next(islice(pieces, MAX_CARD_PIECES, None), None) is not None:  # aliases of aliases are billions of files
             return {}
-        parts = msgspec.convert(told, _Card).configs
+        parts = msgspec.convert(metadata, _Card).configs
     except Exception:  # noqa: BLE001 -- the YAML reader has its own errors; then files are named
         return {}
-    found: dict[Split, list[str]] = {}
+    splits: dict[Split, list[str]] = {}
     for part in parts:
         files = (part.data_files,) if isinstance(part.data_files, str) else part.data_files
         rows = files.items() if isinstance(files, dict) else [
-            (one.split, one.path) if isinstance(one, _Files) else ("train", one) for one in files
+            (file.split, file.path) if isinstance(file, _Files) else ("train", file) for file in files
         ]  # fmt: skip
         for split, path in rows:
-            found.setdefault((part.config_name, split), []).extend((path,) if isinstance(path, str) else path)
-    return {split: tuple(patterns) for split, patterns in found.items() if patterns}
+            splits.setdefault((part.config_name, split), []).extend((path,) if isinstance(path, str) else path)
+    return {split: tuple(patterns) for split, patterns in splits.items() if patterns}

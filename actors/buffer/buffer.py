@@ -226,7 +226,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         until_s = self._draws.until_s(request.wait_s)
         try:
             with self._at_work("draw"):
-                self._groups.hear(request)
+                self._groups.note_report(request)
                 self._end_if_starved()
             return await self._answer(request, until_s)
         except DiskRefused:
@@ -299,7 +299,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
 
     async def rollout_gone(self, rollout: str, epoch: int) -> int:
         with self._changing("gone"):
-            num_groups = self._groups.gone(rollout, epoch)
+            num_groups = self._groups.forget_actor(rollout, epoch)
         if num_groups:
             self._tell("groups-requeued", f"{rollout} (epoch {epoch}) is gone: {num_groups} groups go elsewhere")
         return num_groups

@@ -73,10 +73,11 @@ Shares = Mapping[str, int]
 def parse_mix(text: str, names: Sequence[str]) -> dict[str, Fraction]:
     """Weights of "math:0.7,code:0.3". Raises ValueError unless it names every source once, not all weights 0."""
     weights: dict[str, Fraction] = {}
+    example = ",".join(f"{name}:{1 / len(names):.2g}" for name in names)
     for part in text.split(","):
         name, colon, number = map(str.strip, part.partition(":"))
         if not colon:
-            raise ValueError(f"{part.strip()!r} is no NAME:WEIGHT: write {_example(names)}")
+            raise ValueError(f"{part.strip()!r} is no NAME:WEIGHT: write {example}")
         if name not in names:
             raise ValueError(f"there is no source {name!r}; {suggest(name, names)}")
         if name in weights:
@@ -126,10 +127,6 @@ def next_source(shares: Shares, counts: Mapping[str, int]) -> str:
         return Fraction(slack * (counts.get(name, 0) + 1) - 1, shares[name])
 
     return min((name for name in shares if is_due(name)), key=lambda name: (late_at(name), name))
-
-
-def _example(names: Sequence[str]) -> str:
-    return ",".join(f"{name}:{1 / len(names):.2g}" for name in names)
 
 
 POISON = "poison"
@@ -186,7 +183,7 @@ class PoisonTracker:
         if self._deaths.pop(group_id, 0):
             self._save()
 
-    def died(self, dispatched: Mapping[int, ActorKey]) -> list[int]:
+    def note_deaths(self, dispatched: Mapping[int, ActorKey]) -> list[int]:
         """The actors of these groups, or their engines, ended; returns the groups to drop."""
         barren = [group_id for group_id in self._barren if group_id in dispatched]
         convicted: list[int] = []
@@ -219,18 +216,18 @@ class PoisonTracker:
         )
         return True
 
-    def broke(self, actor: ActorKey, now_s: float) -> None:
+    def note_broken_engine(self, actor: ActorKey, now_s: float) -> None:
         """The engine of an actor failed a group: it may be the one that is sick."""
         self._in_doubt_until_s = {key: s for key, s in self._in_doubt_until_s.items() if s > now_s}
         self._num_new = {key: num for key, num in self._num_new.items() if key in self._in_doubt_until_s}
         self._in_doubt_until_s[actor] = now_s + TIMEOUTS.buffer.doubt_s
 
-    def finished(self, actor: ActorKey, group_id: int) -> None:
+    def note_finished(self, actor: ActorKey, group_id: int) -> None:
         self._in_doubt_until_s.pop(actor, None)
         self._num_new.pop(actor, None)
         self.forget(group_id)
 
-    def dispatched(self, actor: ActorKey, num_tokens: Mapping[int, int], now_s: float) -> None:
+    def note_dispatched(self, actor: ActorKey, num_tokens: Mapping[int, int], now_s: float) -> None:
         for group_id, num in num_tokens.items():
             self._barren.pop(group_id, None)  # last in line again
             self._barren[group_id] = num
@@ -287,14 +284,14 @@ class Quarantine:
         if not (since := ledger.recall(_SINCE)):
             since = str(ledger.draws.next_id)
             ledger.remember(_SINCE, since)
-        for row in ledger.given_up(COUNTED):
+        for row in ledger.dropped_for(COUNTED):
             if row.group_id >= int(since) and sources.has(row.source, row.draw_of_source):
                 self._count(sources.prompt(row), row.reason)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def failed(self, prompt: Prompt, reason: str, detail: str) -> None:
+    def note_failure(self, prompt: Prompt, reason: str, detail: str) -> None:
         """A group of that prompt was dropped; the prompt is held if that was once too often."""
         if self._after and reason in COUNTED and self._count(prompt, reason):
             count = self._counts[prompt.source, prompt.row]
@@ -390,7 +387,7 @@ class PromptCursor:
         self.is_searching = True
         return None
 
-    def judged(self, row: Row, reward: float) -> None:
+    def note_reward(self, row: Row, reward: float) -> None:
         """A group of the prompt was finished, with that mean reward."""
         if self._seen is not None:
             self._note(row.group_id, row.source, row.draw_of_source, reward)
@@ -401,7 +398,7 @@ class PromptCursor:
             return False
         if self._seen is None:
             self._seen = {}
-            for group_id, source, draw, reward in self.ledger.judged():
+            for group_id, source, draw, reward in self.ledger.mean_rewards():
                 if self.sources.has(source, draw):  # else the passes of a resumed run were lowered
                     self._note(group_id, source, draw, reward)
         pass_index, index = self.sources.place(row.source, row.draw_of_source)

@@ -64,7 +64,12 @@ def load_sample_filter(name: str, args: Mapping[str, Any]) -> SampleFilter:
     if name in SAMPLE_FILTERS:
         return sample_filter(name, args)
     remedy = "return, for each sample of the group, True to learn from it, False or a reason not to"
-    return _own_filter("sample", name, partial(load_function(name, SAMPLE_FILTER, args).fn, **args), _listed, remedy)
+    keep = partial(load_function(name, SAMPLE_FILTER, args).fn, **args)
+
+    def verdicts(returned: object, num_samples: int) -> list[bool | str]:
+        return each_of(returned, [f"sample {index}" for index in range(num_samples)], "verdicts", _verdict)
+
+    return _own_filter("sample", name, keep, verdicts, remedy)
 
 
 def _own_filter(
@@ -116,10 +121,6 @@ def _masked(sample: Sample) -> Sample:
         logprobs=np.zeros_like(sample.logprobs),
         reference_logprobs=None if reference is None else np.zeros_like(reference),
     )
-
-
-def _listed(returned: object, num_samples: int) -> list[bool | str]:
-    return each_of(returned, [f"sample {index}" for index in range(num_samples)], "verdicts", _verdict)
 
 
 def _verdict(verdict: object, index: int) -> bool | str:

@@ -90,7 +90,7 @@ class Groups:
 
     # ---- handing out
 
-    def hear(self, request: DrawRequest) -> None:
+    def note_report(self, request: DrawRequest) -> None:
         """What an actor reports in a draw: incarnation, weights that its engine serves, groups that it holds."""
         weights = ServedWeights(request.lineage, request.version)
         self.versions.reported(request.rollout, request.epoch, weights)
@@ -119,7 +119,7 @@ class Groups:
         if assignments := self._dispatch(request, served, waiting, max_groups):
             self.shares.leaves(request.rollout)
             num_tokens = {work.prompt.group_id: num_tokens_of(work.partial) for work in assignments}
-            self.poison.dispatched((request.rollout, request.epoch), num_tokens, now_s)
+            self.poison.note_dispatched((request.rollout, request.epoch), num_tokens, now_s)
             return assignments, ""
         if not request.max_groups:
             return [], ""
@@ -213,7 +213,7 @@ class Groups:
             return PutResult(outcome="stale-attempt", reason=f"group {group_id} was never drawn"), group
         if (row.attempt, row.rollout) != (attempt, rollout) or row.state not in (State.DISPATCHED, State.REQUEUED):
             return self._answer_again(row, num_tokens, (attempt, rollout)), group
-        self.poison.finished((rollout, row.epoch), group_id)
+        self.poison.note_finished((rollout, row.epoch), group_id)
         stored, payload, note, masked = group, b"", "", dict[str, int]()
         detail = wrong_in_group(group, self.cursor.sources.prompt(row), row.num_samples) or ""
         reason = INVALID if detail else self.filters.by_name[self.knobs.values.group_filter](group)
@@ -242,7 +242,7 @@ class Groups:
             self.admission.filtered(group_id)
             self.starvation.note_left_out(reason, detail)
         if reward is not None:
-            self.cursor.judged(row, reward)
+            self.cursor.note_reward(row, reward)
             self.finished.add(row.source, group, reward, is_left_out=reason is not None)
         if reason is None:
             return PutResult(outcome="ready"), stored
@@ -268,7 +268,7 @@ class Groups:
         self.admission.filtered(row.group_id)
         self.poison.forget(row.group_id)
         self.starvation.note_left_out(reason, detail)
-        self.cursor.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
+        self.cursor.quarantine.note_failure(self.cursor.sources.prompt(row), reason, detail)
 
     def take_back(self, returned: GroupReturned, now_s: float) -> bool:
         """An actor returns a group with its tokens, or reports them and keeps it; False: it has it no more."""
@@ -287,12 +287,12 @@ class Groups:
             partial = ()
         self.poison.has_tokens(group_id, num_tokens_of(partial))
         if returned.has_died:
-            self.poison.broke((rollout, row.epoch), now_s)
+            self.poison.note_broken_engine((rollout, row.epoch), now_s)
         give_back = self._died if returned.has_died else self._requeue
         give_back([row], f"handed back by {rollout}", partial)
         return True
 
-    def gone(self, rollout: str, epoch: int) -> int:
+    def forget_actor(self, rollout: str, epoch: int) -> int:
         """An incarnation (and every older one) of a rollout actor ended; returns how many groups it had."""
         self.shares.leaves(rollout)
         rows = [row for row in self._owned_by(rollout) if row.epoch <= epoch]
@@ -303,7 +303,9 @@ class Groups:
         """Their actor or engine ended while it held them. If the buffer restarted meanwhile, that does not count."""
         self._requeue(rows, detail, partial)
         dispatched = {row.group_id: row for row in rows if row.state is State.DISPATCHED}
-        for group_id in self.poison.died({row.group_id: (row.rollout, row.epoch) for row in dispatched.values()}):
+        for group_id in self.poison.note_deaths(
+            {row.group_id: (row.rollout, row.epoch) for row in dispatched.values()}
+        ):
             self._give_up(dispatched[group_id], POISON, self.poison.why())
 
     def _requeue(self, rows: list[Row], detail: str, partial: tuple[Sample, ...] = ()) -> None:

@@ -30,7 +30,9 @@ HEAD_BYTES = 256
 NO_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Beside the Arrow files of a dataset that `datasets` saved."""
 SHOWN_NAMES = 8
-PARQUET_MAGIC, ARROW_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+COLUMNAR_MAGIC: tuple[tuple[bytes, Kind], ...] = (
+    (b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow stream"),
+)  # fmt: skip
 LEDGER_MAGIC = b"SQLite format 3"
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
@@ -209,7 +211,7 @@ def _kind(path: str, key: str) -> Kind | str:
             raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
     if head.startswith(LEDGER_MAGIC):
         return "ledger"
-    columnar = _columnar(path, head)
+    columnar = next((kind for magic, kind in COLUMNAR_MAGIC if head.startswith(magic)), None)
     if columnar and packing:
         raise DataError(f"{path}: is {packing}-compressed {columnar}", remedy="unpack it")
     if head.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
@@ -220,14 +222,6 @@ def _kind(path: str, key: str) -> Kind | str:
             remedy="copy it again, or name it after what it is",
         )
     return columnar or "json"
-
-
-def _columnar(path: str, head: bytes) -> Kind | None:
-    if head.startswith(PARQUET_MAGIC):
-        return "parquet"
-    if head.startswith(ARROW_MAGIC):
-        return "arrow"
-    return "arrow stream" if head.startswith(ARROW_STREAM_MAGIC) else None
 
 
 def _head(path: str, key: str) -> tuple[bytes, str]:

@@ -267,11 +267,11 @@ class Ledger(LedgerReader):
             return None
         return next(iter(self.select("group_id = ?", group_id)), None)
 
-    def given_up(self, reasons: Sequence[str]) -> list[Row]:
+    def dropped_for(self, reasons: Sequence[str]) -> list[Row]:
         """All groups that were dropped for one of these reasons, oldest first."""
         return self.select(f"state = 'DROPPED' AND reason IN ({_marks(reasons)})", *reasons)
 
-    def judged(self) -> Iterator[tuple[int, str, int, float]]:
+    def mean_rewards(self) -> Iterator[tuple[int, str, int, float]]:
         """(group, source, draw of that source, mean reward) of all groups that were finished, oldest first."""
         draw = "CASE WHEN source_draw < 0 THEN draw ELSE source_draw END"
         sql = f"SELECT group_id, source, {draw}, reward FROM groups WHERE reward IS NOT NULL ORDER BY group_id"

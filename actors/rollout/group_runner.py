@@ -120,18 +120,18 @@ class GroupLoad:
 
     def move(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
         """A rollout does something else."""
-        for one, count in ((before, -1), (after, 1)):
-            if one is None:
+        for span, count in ((before, -1), (after, 1)):
+            if span is None:
                 continue
-            if one.is_at_engine or (one.kind == "workflow" and not self.has_engine):
+            if span.is_at_engine or (span.kind == "workflow" and not self.has_engine):
                 self.generating += count
-            elif one.kind == "reward":
+            elif span.kind == "reward":
                 self.rewarding += count
             else:
                 self.waiting += count
-                self.labels[one.label] += count
-                if not self.labels[one.label]:
-                    del self.labels[one.label]
+                self.labels[span.label] += count
+                if not self.labels[span.label]:
+                    del self.labels[span.label]
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class GroupMember:
     def samples(self) -> Rollout:
         return self.finished or self.so_far() or self.recorded
 
-    def again(self, recorded: Rollout = ()) -> None:
+    def restart(self, recorded: Rollout = ()) -> None:
         """It starts over, with those tokens."""
         self.recorded, self.so_far = recorded, tuple
         self.num_before += 1
@@ -179,7 +179,7 @@ class GroupMember:
         return self.assignment.prompt
 
     @property
-    def where(self) -> str:
+    def place(self) -> str:
         prompt = self.prompt
         return f"(group {prompt.group_id}, sample {self.index}, row {prompt.row} of {prompt.source})"
 
@@ -212,18 +212,17 @@ class RunningGroup:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Those with at least one token, finished or not."""
-        return tuple(one for member in self.members for one in member.samples if one.response_ids.size)
+        return tuple(sample for member in self.members for sample in member.samples if sample.response_ids.size)
 
     def hops(self) -> dict[Hop, tuple[float, float]]:
         """Begin of the first member and end of the last, on the monotonic clock."""
-        spans = [one for member in self.members for one in member.timeline.stretches]
-        parts: dict[Hop, list[RolloutSpan]] = {
-            "generate": [one for one in spans if one.kind != "reward"],
-            "reward": [one for one in spans if one.kind == "reward"],
-        }
-        return {
-            hop: (min(one.began_s for one in of), max(one.ended_s for one in of)) for hop, of in parts.items() if of
-        }
+        times: dict[Hop, tuple[float, float]] = {}
+        for member in self.members:
+            for span in member.timeline.stretches:
+                hop = "reward" if span.kind == "reward" else "generate"
+                began_s, ended_s = times.get(hop, (span.began_s, span.ended_s))
+                times[hop] = min(began_s, span.began_s), max(ended_s, span.ended_s)
+        return times
 
 
 @dataclass(kw_only=True, eq=False)
@@ -243,7 +242,7 @@ class GroupRunner:
     vocab_size: int | None = None
     reference: Reference | None = None
     """Gives the log-probs of every finished sample; None: they are not needed."""
-    on_failure: Callable[[FailureKind, str], None] = lambda kind, words: None
+    on_failure: Callable[[FailureKind, str], None] = lambda kind, text: None
     """Called for each failure of a workflow: its kind, and in words what becomes of the member."""
     on_end: Callable[[RunningGroup], None] = lambda group: None
     """Called for each group that does not run any more."""
@@ -290,13 +289,13 @@ class GroupRunner:
         no member is left or the policy made one fail, RequestRefused for a request that no engine can serve."""
         group_id, choices = assignment.prompt.group_id, self.options.choices
         if choices is not None:  # of a life in which they were not asked for
-            whole = tuple(one for one in assignment.partial if not choices.wrong_sample(one))
-            assignment = replace(assignment, partial=whole)
+            samples = tuple(sample for sample in assignment.partial if not choices.wrong_sample(sample))
+            assignment = replace(assignment, partial=samples)
         group = self._running[group_id] = RunningGroup(
-            assignment, self._renderer.prompt(assignment.prompt), self.clock, self._moved
+            assignment, self._renderer.prompt(assignment.prompt), self.clock, self._note_change
         )
         try:
-            ends = await all_or_first_error([self._ran(member) for member in group.members])
+            ends = await all_or_first_error([self._run_member(member) for member in group.members])
             finished = [member for member in group.members if member.finished]
             masked = [end for end in ends if isinstance(end, MemberFailed)]
             if any(isinstance(end, Interrupted) for end in ends):
@@ -313,7 +312,7 @@ class GroupRunner:
                 del self._running[group_id]
             self._count_time(group)
             self.on_end(group)
-        judged = [(sample, one.outcome) for one in finished if one.outcome is not None for sample in one.finished]
+        judged = [(sample, member.outcome) for member in finished if member.outcome for sample in member.finished]
         last = {id(member.finished[-1]) for member in finished}
         return Group(
             prompt=assignment.prompt,
@@ -324,13 +323,13 @@ class GroupRunner:
             num_masked=len(masked),
         )
 
-    async def _ran(self, member: GroupMember) -> Interrupted | MemberFailed | None:
+    async def _run_member(self, member: GroupMember) -> Interrupted | MemberFailed | None:
         """Generate a member, and judge it unless the group is judged at once. Returns why it is not finished."""
         try:
             with member.timeline.during(self._first):
-                member.finished = await self._tried(member)
+                member.finished = await self._produce_with_retries(member)
         except Interrupted as interrupted:
-            member.again(interrupted.partial)
+            member.restart(interrupted.partial)
             return interrupted
         except MemberFailed as failed:
             self._settle(member, failed)
@@ -341,18 +340,18 @@ class GroupRunner:
             self.sums["samples"] += 1
             self.sums["truncated"] += sample.finish == "length"
         if self.reference is not None:
-            member.finished = await self._referenced(self.reference, member)
+            member.finished = await self._with_reference(self.reference, member)
         if not self.scorer.judges_groups and member.outcome is None:
             completion = self._completion(member.prompt, member.finished[-1])
             try:
-                member.outcome = await self._rewarded(self.scorer.score(completion), [member])
+                member.outcome = await self._timed_reward(self.scorer.score(completion), [member])
             except MemberFailed as failed:  # its judge gave no score
                 member.finished = ()
                 self._settle(member, failed)
                 return failed
         return None
 
-    async def _tried(self, member: GroupMember) -> Rollout:
+    async def _produce_with_retries(self, member: GroupMember) -> Rollout:
         """The member's samples. A member whose environment failed is tried again, without its tokens. A member whose
         process was ended by another member's workflow continues from its tokens, and that does not count."""
         num_lost = 0
@@ -362,49 +361,50 @@ class GroupRunner:
             except MemberFailed as failed:
                 if failed.is_bystander and num_lost < MAX_LOST:
                     num_lost += 1
-                    member.again(member.so_far())
+                    member.restart(member.so_far())
                     continue
                 if failed.kind not in RETRIED or member.num_retries >= self.options.rollout.max_retries:
                     raise
-                self._failed(failed, f"it is tried again: {failed.message}")
+                self._note_failure(failed, f"it is tried again: {failed.message}")
                 self.failures["rollout/num_retried"] += 1
             except UserCodeError as error:
-                self._failed(error, f"its group is dropped: {error.message}")
+                self._note_failure(error, f"its group is dropped: {error.message}")
                 raise
-            member.again()
+            member.restart()
             member.num_retries += 1
             await asyncio.sleep(TIMEOUTS.rollout.repeat_s * 2 ** (member.num_retries - 1))
 
     def _settle(self, member: GroupMember, failed: MemberFailed) -> None:
         """Of a failed member: masked, or reward 0. Raises `failed` where it costs the group."""
         if failed.kind in RETRIED:
-            self._failed(failed, f"it is masked: {failed.message}")
+            self._note_failure(failed, f"it is masked: {failed.message}")
             self.failures["rollout/num_masked"] += 1
-            member.again()
+            member.restart()
             return
-        samples = tuple(one for one in member.so_far() if one.loss_mask.any())
+        samples = tuple(sample for sample in member.so_far() if sample.loss_mask.any())
         if self.options.reward.on_error != "zero" or not samples:
-            self._failed(failed, f"its group is dropped: {failed.message}")
+            self._note_failure(failed, f"its group is dropped: {failed.message}")
             raise failed
-        self._failed(failed, f"it gets reward 0: {failed.message}")
-        member.finished = tuple(replace(one, finish="stop", reward=0.0) for one in samples)
+        self._note_failure(failed, f"it gets reward 0: {failed.message}")
+        member.finished = tuple(replace(sample, finish="stop", reward=0.0) for sample in samples)
         member.outcome = RewardOutcome(0.0)
 
-    def _failed(self, error: MemberFailed | UserCodeError, words: str) -> None:
+    def _note_failure(self, error: MemberFailed | UserCodeError, text: str) -> None:
         kind = error.kind if isinstance(error, MemberFailed) else "user-code"
         self.failures[f"rollout/failures/{kind}"] += 1
-        self.on_failure(kind, words)
+        self.on_failure(kind, text)
 
-    async def _referenced(self, reference: Reference, member: GroupMember) -> Rollout:
+    async def _with_reference(self, reference: Reference, member: GroupMember) -> Rollout:
         """With the log-probs of the reference model."""
         with member.timeline.during("reward", "reference"):
-            asking = [reference.judged(member.prompt, one) for one in member.finished]
-            return tuple(await all_or_first_error(asking))
+            calls = [reference.judged(member.prompt, sample) for sample in member.finished]
+            return tuple(await all_or_first_error(calls))
 
     async def _judge_together(self, group: RunningGroup, members: Sequence[GroupMember]) -> None:
         if self.scorer.judges_groups:
-            scoring = self.scorer.score_group([self._completion(group.prompt, one.finished[-1]) for one in members])
-            for member, outcome in zip(members, await self._rewarded(scoring, members), strict=True):
+            completions = [self._completion(group.prompt, member.finished[-1]) for member in members]
+            outcomes = await self._timed_reward(self.scorer.score_group(completions), members)
+            for member, outcome in zip(members, outcomes, strict=True):
                 member.outcome = member.outcome or outcome
 
     async def _produce(self, member: GroupMember) -> Rollout:
@@ -447,11 +447,11 @@ class GroupRunner:
         timeout_s = None if self._is_lasting else self.options.rollout.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                made = await workflow(context, prompt)
-                return (made,) if isinstance(made, Sample) else tuple(made)
+                samples = await workflow(context, prompt)
+                return (samples,) if isinstance(samples, Sample) else tuple(samples)
         except TimeoutError as late:
             raise UserCodeError(
-                f"workflow did not finish within {timeout_s or 0:g} s {member.where}", remedy="raise rollout.timeout_s"
+                f"workflow did not finish within {timeout_s or 0:g} s {member.place}", remedy="raise rollout.timeout_s"
             ) from late
 
     def _session_id(self, member: GroupMember) -> str:
@@ -478,12 +478,12 @@ class GroupRunner:
             run_s = self.options.rollout.timeout_s
             samples, temperatures = await pool.play(start, run_s, model, record)
         except MemberFailed as failed:
-            words = f"{failed.message} {member.where}"
+            text = f"{failed.message} {member.place}"
             raise MemberFailed(
-                words, kind=failed.kind, remedy=failed.remedy, is_bystander=failed.is_bystander
+                text, kind=failed.kind, remedy=failed.remedy, is_bystander=failed.is_bystander
             ) from failed
         except UserCodeError as error:
-            raise UserCodeError(f"{error.message} {member.where}", remedy=error.remedy) from error
+            raise UserCodeError(f"{error.message} {member.place}", remedy=error.remedy) from error
         return checked_rollout(
             samples,
             prompt,
@@ -498,7 +498,7 @@ class GroupRunner:
         self.load.function = place
         self.on_load(self.load)
 
-    def _moved(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
+    def _note_change(self, before: RolloutSpan | None, after: RolloutSpan | None) -> None:
         if before is None or after is None or not (before.is_at_engine and after.is_at_engine):
             self.load.move(before, after)
             self.on_load(self.load)
@@ -508,48 +508,48 @@ class GroupRunner:
             for kind, spent_s in member.timeline.seconds().items():
                 self._seconds[kind] += spent_s
                 self._held_out_s += spent_s * group.is_held_out
-            for one in member.timeline.stretches:
-                self._lasted[one.kind].append(one.ended_s - one.began_s)
+            for span in member.timeline.stretches:
+                self._lasted[span.kind].append(span.ended_s - span.began_s)
 
     def seconds(self) -> dict[str, float]:
         """Of all rollouts since the actor began, by what they did: "rollouts/generate" and so on; of their calls of
         reward workers "rewards/queue" and so on; "held-out/rollouts" is the part of those for an evaluation."""
-        whole, held_out_s = dict(self._seconds), self._held_out_s
+        totals, held_out_s = dict(self._seconds), self._held_out_s
         for group in self._running.values():
             for member in group.members:
                 for kind, spent_s in member.timeline.seconds().items():
-                    whole[kind] += spent_s
+                    totals[kind] += spent_s
                     held_out_s += spent_s * group.is_held_out
-        calls = {f"rewards/{what}": spent_s for what, spent_s in self.scorer.seconds().items()}
-        rollouts = {f"rollouts/{kind}": spent_s for kind, spent_s in whole.items()}
+        calls = {f"rewards/{part}": spent_s for part, spent_s in self.scorer.seconds().items()}
+        rollouts = {f"rollouts/{kind}": spent_s for kind, spent_s in totals.items()}
         return rollouts | calls | {"held-out/rollouts": held_out_s}
 
     def under_way(self, actor: str) -> tuple[RolloutNow, ...]:
-        now_s, found = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
+        now_s, entries = self.clock.monotonic(), list[tuple[tuple[bool, float], RolloutNow]]()
         for group in self._running.values():
             prompt = group.prompt
             for member in group.members:
                 doing, timeline = member.timeline.doing, member.timeline
                 since_s = 0.0 if doing is None else now_s - doing.began_s
-                now = RolloutNow(
+                entry = RolloutNow(
                     actor=actor, group_id=prompt.group_id, index=member.index, row=prompt.row, source=prompt.source,
                     is_held_out=group.is_held_out, turn=timeline.turn, doing="" if doing is None else doing.label,
                     since_s=since_s, began_s=now_s - timeline.began_s,
                 )  # fmt: skip
                 is_outside = doing is not None and not doing.is_at_engine
-                found.append(((is_outside, since_s), now))
-        found.sort(key=lambda one: one[0], reverse=True)
-        return tuple(now for _, now in found[:MAX_TOLD])
+                entries.append(((is_outside, since_s), entry))
+        entries.sort(key=lambda entry: entry[0], reverse=True)
+        return tuple(entry for _, entry in entries[:MAX_TOLD])
 
     def lengths(self) -> dict[str, float]:
         """Metrics: how long the newest stretches of each kind lasted, in seconds."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for kind, lasted in self._lasted.items():
             if lasted:
                 values = np.quantile(np.asarray(lasted), (0.5, 0.95, 1.0)).tolist()
                 names = (f"rollout/{kind}_s_{which}" for which in ("p50", "p95", "max"))
-                found |= dict(zip(names, values, strict=True))
-        return found
+                metrics |= dict(zip(names, values, strict=True))
+        return metrics
 
     def _completion(self, prompt: Prompt, sample: Sample) -> Completion:
         return Completion(
@@ -576,7 +576,7 @@ class GroupRunner:
         given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
         return begins_in_thought(self.tokenizer, given.tolist())
 
-    async def _rewarded(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
+    async def _timed_reward(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
         waits = [(member.timeline, member.timeline.begin("reward")) for member in members]
         try:
             return await scoring

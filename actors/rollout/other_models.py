@@ -66,17 +66,17 @@ class ModelServer(ModelContract):
     async def answer(self, request: GenerateRequest) -> Delta:
         await self._serves.wait()
         self._num_asked += 1
-        asked = replace(request, request_id=f"{self.ctx.name}.{self.ctx.epoch}.{self._num_asked}")
+        request = replace(request, request_id=f"{self.ctx.name}.{self.ctx.epoch}.{self._num_asked}")
         self._book(1)
         try:
             stops = stops_of(request.sampling.stop, self._tokenizer)
-            whole, finish = await drawn(self._engine.generate, asked, stops, [])
+            delta, finish = await drawn(self._engine.generate, request, stops, [])
         finally:
             self._book(-1)
-        self._num_tokens += len(whole.output_ids)
+        self._num_tokens += len(delta.output_ids)
         if finish == "abort":
             raise EngineError(f"{self.ctx.name} ends", remedy="ask another one")
-        return replace(whole, finish=finish, kept=None, experts=None)
+        return replace(delta, finish=finish, kept=None, experts=None)
 
     def _book(self, more: int) -> None:
         self._num_running += more
@@ -124,7 +124,8 @@ class OtherModel:
         try:
             async with asyncio.timeout_at(until_s), self._room:
                 while True:
-                    name = min(self._names, key=lambda one: (self._rests_until_s[one] > loop.time(), self._open[one]))
+                    now_s = loop.time()
+                    name = min(self._names, key=lambda name: (self._rests_until_s[name] > now_s, self._open[name]))
                     self._open[name] += 1
                     try:
                         ref = with_deadline(self._refs[name], max(until_s - loop.time(), 0.1))
@@ -160,12 +161,12 @@ class OtherModel:
             raise CallFailed(f"has no room for a text of {len(ids)} tokens", is_refusal=True)
         limit = min(max_tokens, room)
         sampling = replace(self.reached.spec.sampling, temperature=temperature, max_new_tokens=limit, seed=None)
-        asked = GenerateRequest(request_id="judge", input_ids=np.asarray(ids, np.int32), sampling=sampling)
+        request = GenerateRequest(request_id="judge", input_ids=np.asarray(ids, np.int32), sampling=sampling)
         try:
-            answer = await self._answer(asked)
+            answer = await self._answer(request)
         except MemberFailed as away:
             raise NoAnswer(away.message) from away
         except UserCodeError as refused:
             raise CallFailed(refused.message, is_refusal=True) from refused
-        said = cast("list[int]", answer.output_ids.tolist())
-        return self.reached.tokenizer.decode(said), len(ids) + len(said)
+        output_ids = cast("list[int]", answer.output_ids.tolist())
+        return self.reached.tokenizer.decode(output_ids), len(ids) + len(output_ids)

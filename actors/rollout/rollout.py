@@ -103,7 +103,7 @@ R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class _Held:
+class _RunningTask:
     """A group that runs here."""
 
     assignment: Assignment
@@ -147,7 +147,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._evaluation = self.evaluation or Evaluation()
         self._budget = GroupBudget(options.reward.max_error_rate, options.reward.max_outage_s)
         """Of groups lost to the workflow or the engine."""
-        self._held: dict[int, _Held] = {}
+        self._tasks: dict[int, _RunningTask] = {}
         self.counts = Counter[str](dict.fromkeys(COUNTED, 0))
         self.is_draining = False
         """Nothing new is taken; there is no way back."""
@@ -183,13 +183,14 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._judges.listen(self._tell)
         if self.tenancy is not None and self.engine is not None:  # from the first moment: the leader asks for it
             self._tenant = RolloutTenant(report, self.engine, self.tenancy, on_change=self._note_turn)
-        has = {
+        is_used = {
             "pause_mode": self.engine is not None,
             "workers": isinstance(self.workflow, Resizable),
             "eval_requests": self.options.gateway.eval_requests > 0,
         }
-        own = section_knobs((one for one in TUNABLES if has.get(one.name, True)), self.options, self._apply)
-        self.knob_owner = KnobOwner(self.ctx.name, (*own, LOG_LEVEL), self._telemetry)
+        tunables = (tunable for tunable in TUNABLES if is_used.get(tunable.name, True))
+        knobs = section_knobs(tunables, self.options, self._apply)
+        self.knob_owner = KnobOwner(self.ctx.name, (*knobs, LOG_LEVEL), self._telemetry)
         self.ctx.spawn(self._run(), name="rollout-run")
 
     def _apply(self) -> None:
@@ -212,7 +213,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self.engine is not None:
             generate = await self._wait_for_room(self.engine)
             if isinstance(self.engine, TellsLoading):
-                self.engine.on_loading = self._tell_loading
+                self.engine.on_loading = lambda doing: self._telemetry.event(
+                    "engine-loading", f"{self.ctx.name}: its server {doing}"
+                )
             with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
                 info = await self.engine.start()
             if self._tenant is not None:
@@ -240,7 +243,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             on_load=lambda load: self._book(),
             vocab_size=vocab_size,
             reference=self.reference,
-            on_failure=lambda kind, words: self._tell("member-failed", f"{kind}: {words}", failure=kind),
+            on_failure=lambda kind, text: self._tell("member-failed", f"{kind}: {text}", failure=kind),
             on_end=self._trace,
         )
         self._telemetry.more_seconds.append(runner.seconds)
@@ -263,9 +266,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._tenant.has_joined.set()
         await self._serving.wait()
         await self._pull(runner)
-
-    def _tell_loading(self, doing: str) -> None:
-        self._telemetry.event("engine-loading", f"{self.ctx.name}: its server {doing}")
 
     async def gateway_place(self) -> GatewayPlace:
         return GatewayPlace() if self.gateway is None else await self.gateway.served()
@@ -372,8 +372,9 @@ class Rollout(OwnsKnobs, RolloutContract):
         return None if self._tenant is None else self._tenant.report()
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        runner, log = self._ready_runner(), self.ctx.log
-        return await self._evaluation.answer(runner, request, self.ctx.name, self._version, log=log)
+        if self._runner is None:
+            raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
+        return await self._evaluation.answer(self._runner, request, self.ctx.name, self._version, log=self.ctx.log)
 
     async def status(self) -> EngineStatus:
         status = EngineStatus(
@@ -406,11 +407,6 @@ class Rollout(OwnsKnobs, RolloutContract):
             await asyncio.wait(tasks, timeout=30)
         return len(tasks)
 
-    def _ready_runner(self) -> GroupRunner:
-        if self._runner is None:
-            raise EngineError(f"{self.ctx.name} has no engine yet", remedy="ask again once it serves")
-        return self._runner
-
     async def _gauge_forever(self, runner: GroupRunner) -> None:
         started_s, usage = self._clock.monotonic(), EngineUsage()
         while True:
@@ -428,7 +424,7 @@ class Rollout(OwnsKnobs, RolloutContract):
                 "rollout/tokens_per_s": sums["tokens"] / elapsed_s,
                 "rollout/running": float(load.running),
                 "rollout/waiting": float(load.waiting),
-                "rollout/in_flight": float(len(self._held)),
+                "rollout/in_flight": float(len(self._tasks)),
                 "rollout/concurrency": float(self.options.rollout.max_groups),
                 "rollout/max_running": float(self._max_running),
                 **{f"rollout/{name}": float(count) for name, count in self.counts.items()},
@@ -451,14 +447,14 @@ class Rollout(OwnsKnobs, RolloutContract):
         if not self._traced.pick("generate", (group_id,), self._clock.monotonic()):
             return
         for member in group.members:
-            told = {"group": group_id, "member": member.index, "row": group.prompt.row}
+            ids = {"group": group_id, "member": member.index, "row": group.prompt.row}
             for row in rows(member.timeline.stretches):
                 branch, began_s, ended_s = row[0].branch, row[0].began_s, row[-1].ended_s
-                parts = [(one.label, ACTIVITIES[one.kind], one.began_s - began_s, one.ended_s - one.began_s, one.turn)
-                         for one in row]  # fmt: skip
+                parts = [(span.label, ACTIVITIES[span.kind], span.began_s - began_s, span.ended_s - span.began_s,
+                          span.turn) for span in row]  # fmt: skip
                 self._telemetry.span(
                     f"{group_id}.{member.index}", "other", wall_s + began_s, ended_s - began_s,
-                    track="rollout", **told, branch=branch, parts=parts,
+                    track="rollout", **ids, branch=branch, parts=parts,
                 )  # fmt: skip
 
     def _note_turn(self, has_turn: bool) -> None:
@@ -477,11 +473,11 @@ class Rollout(OwnsKnobs, RolloutContract):
         if load.waiting > load.generating:
             return "wait-env", load.place
         if load.generating:
-            is_full = len(self._held) >= self.options.rollout.max_groups
+            is_full = len(self._tasks) >= self.options.rollout.max_groups
             return "compute", "workflow" if self.engine is None else "generate at limit" if is_full else "generate"
         if load.rewarding:
             return "wait-data", "reward"
-        if self._held:
+        if self._tasks:
             return "wait-data", "hand over"
         return ("paused", "drained") if self.is_draining else _BLOCKED[self._blocked_by]
 
@@ -495,7 +491,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             while (left_s := self._broke_s + TIMEOUTS.rollout.loss_s - self.ctx.clock.monotonic()) > 0:
                 await asyncio.sleep(left_s)
             await self._judge()
-            free = self.options.rollout.max_groups - len(self._held)
+            free = self.options.rollout.max_groups - len(self._tasks)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
@@ -503,7 +499,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             request = DrawRequest(
                 rollout=self.ctx.name, epoch=self.ctx.epoch, version=self._version, lineage=self._weights.lineage,
                 max_groups=min(free, DRAW_AT_ONCE), room=free, wait_s=TIMEOUTS.rollout.poll_s,
-                holding=tuple(self._held), blocked_by=self._blocked_by,
+                holding=tuple(self._tasks), blocked_by=self._blocked_by,
             )  # fmt: skip
             try:
                 reply = await self._buffer.draw(request)
@@ -531,14 +527,14 @@ class Rollout(OwnsKnobs, RolloutContract):
 
     async def _take(self, assignment: Assignment, runner: GroupRunner) -> None:
         group_id = assignment.prompt.group_id
-        if group_id in self._held:
+        if group_id in self._tasks:
             self.ctx.log.warning("group %d was assigned twice; the second is ignored", group_id)
             return
-        if self.is_draining or len(self._held) >= self.options.rollout.max_groups:  # it went during the draw
+        if self.is_draining or len(self._tasks) >= self.options.rollout.max_groups:  # it went during the draw
             await self._give_back(assignment, Partial(assignment.partial))
             return
         task = self.ctx.spawn(self._run_group(assignment, runner), name=f"group-{group_id}")
-        self._held[group_id] = _Held(assignment, task, _num_tokens(assignment.partial))
+        self._tasks[group_id] = _RunningTask(assignment, task, _num_tokens(assignment.partial))
         self._book()
 
     async def _run_group(self, assignment: Assignment, runner: GroupRunner) -> None:
@@ -560,7 +556,7 @@ class Rollout(OwnsKnobs, RolloutContract):
             if text := self._judges.too_many_errors:  # of samples that were masked
                 raise UserCodeError(text, remedy="mend the judge; reward.max_error_rate says what a run bears")
         finally:
-            self._held.pop(assignment.prompt.group_id, None)
+            self._tasks.pop(assignment.prompt.group_id, None)
             self._book()
             self._room.set()
 
@@ -571,15 +567,15 @@ class Rollout(OwnsKnobs, RolloutContract):
         num_groups = 0
         try:
             async with asyncio.timeout(TIMEOUTS.rollout.hand_back_s):
-                for group_id, held in list(self._held.items()):
-                    if group_id not in self._held or self._runner is None or not self._runner.has(group_id):
+                for group_id, running in list(self._tasks.items()):
+                    if group_id not in self._tasks or self._runner is None or not self._runner.has(group_id):
                         continue  # it is on its way to the buffer already
                     samples = self._runner.so_far(group_id)
-                    held.task.cancel()
-                    await self._give_back(held.assignment, Partial(samples, cause))
+                    running.task.cancel()
+                    await self._give_back(running.assignment, Partial(samples, cause))
                     num_groups += 1
-                if self._held:
-                    await asyncio.wait([held.task for held in self._held.values()])
+                if self._tasks:
+                    await asyncio.wait([running.task for running in self._tasks.values()])
         except TimeoutError:
             self.ctx.log.warning("the buffer did not take all groups back in %g s", TIMEOUTS.rollout.hand_back_s)
         return num_groups
@@ -590,18 +586,18 @@ class Rollout(OwnsKnobs, RolloutContract):
         while True:
             await asyncio.sleep(pause_s)
             started_s, num_actors = self.ctx.clock.monotonic(), 1
-            for group_id, held in list(self._held.items()):
+            for group_id, running in list(self._tasks.items()):
                 samples = runner.so_far(group_id)
                 num_tokens = _num_tokens(samples)
-                if num_tokens <= held.num_saved:
+                if num_tokens <= running.num_saved:
                     continue
                 try:
-                    returned = self._returned(held.assignment, samples, goes_on=True)
+                    returned = self._return_message(running.assignment, samples, goes_on=True)
                     num_actors = await self._buffer.return_group(returned)
                 except (CallError, DiskRefused) as err:
                     self.ctx.log.info("tokens of group %d were not saved: %s", group_id, err)
                     break
-                held.num_saved = num_tokens
+                running.num_saved = num_tokens
             took_s = self.ctx.clock.monotonic() - started_s
             pause_s = max(self.options.rollout.save_partials_s, took_s * num_actors / SAVING_SHARE)
 
@@ -611,11 +607,11 @@ class Rollout(OwnsKnobs, RolloutContract):
         self._room.set()
         if self._tenant is not None:
             self._tenant.turn.end()
-        return [held.task for held in self._held.values()]
+        return [running.task for running in self._tasks.values()]
 
     async def _deliver(self, group: Group, attempt: int) -> None:
         self._budget.note(None)
-        if self._batch is None or sum(len(one.group.samples) for one in self._batch[0]) >= PUT_SAMPLES:
+        if self._batch is None or sum(len(entry.group.samples) for entry in self._batch[0]) >= PUT_SAMPLES:
             batch: list[GroupFinished] = []
             self._batch = batch, self.ctx.spawn(self._put(batch), name="put-groups")
         self._batch[0].append(GroupFinished(group=group, attempt=attempt))
@@ -625,8 +621,8 @@ class Rollout(OwnsKnobs, RolloutContract):
     async def _put(self, groups: Sequence[GroupFinished]) -> None:
         """One message at a time: what finishes until it leaves goes with it. The buffer tells what becomes of it."""
 
-        async def put(*some: GroupFinished) -> None:
-            await self._ask(lambda: self._buffer.put_groups(some, self.ctx.name))
+        async def put(*batch: GroupFinished) -> None:
+            await self._ask(lambda: self._buffer.put_groups(batch, self.ctx.name))
 
         async with self._putting:
             if self._batch is not None and self._batch[0] is groups:
@@ -636,20 +632,20 @@ class Rollout(OwnsKnobs, RolloutContract):
             except MessageTooLarge:
                 if len(groups) < 2:
                     raise
-                for one in groups:
-                    await put(one)
+                for group in groups:
+                    await put(group)
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
-        returned = self._returned(assignment, partial.samples, has_died=partial.cause is not None)
+        returned = self._return_message(assignment, partial.samples, has_died=partial.cause is not None)
         await self._ask(lambda: self._buffer.return_group(returned))
 
-    def _returned(
-        self, of: Assignment, samples: tuple[Sample, ...], *, goes_on: bool = False, has_died: bool = False
+    def _return_message(
+        self, assignment: Assignment, samples: tuple[Sample, ...], *, goes_on: bool = False, has_died: bool = False
     ) -> GroupReturned:
-        group_id, name = of.prompt.group_id, self.ctx.name
         return GroupReturned(
-            group_id=group_id, attempt=of.attempt, rollout=name, partial=samples, goes_on=goes_on, has_died=has_died
-        )
+            group_id=assignment.prompt.group_id, attempt=assignment.attempt, rollout=self.ctx.name, partial=samples,
+            goes_on=goes_on, has_died=has_died,
+        )  # fmt: skip
 
     def _note_break(self, assignment: Assignment, partial: Partial, cause: EngineError) -> None:
         self._broke, self._broke_s = cause, self.ctx.clock.monotonic()

@@ -260,8 +260,10 @@ async def test_a_draw_says_whose_weights_the_engine_serves(tmp_path: Path, monke
     """Also when nobody heard that it adopted them: the number alone is not enough after the trainer went back."""
     async with data_floor(tmp_path) as floor:
         asked: list[Any] = []
-        hear = floor.buffer_actor._groups.hear
-        monkeypatch.setattr(floor.buffer_actor._groups, "hear", lambda request: asked.append(request) or hear(request))
+        note = floor.buffer_actor._groups.note_report
+        monkeypatch.setattr(
+            floor.buffer_actor._groups, "note_report", lambda request: asked.append(request) or note(request)
+        )
         await floor.add("rollout/0", max_groups=1, lineage=4)
         await until(lambda: bool(asked), "it draws")
         assert {(request.version, request.lineage) for request in asked} == {(0, 4)}

@@ -87,4 +87,4 @@ class Desk:
             self.ledger.finish(row.group_id, b"whole", version=0, num_tokens=1, reward=reward)
         else:
             self.ledger.refuse(row.group_id, "zero_variance", detail="", num_tokens=1, reward=reward)
-        self.cursor.judged(row, reward)
+        self.cursor.note_reward(row, reward)

@@ -136,7 +136,7 @@ class KnobsMachine(RuleBasedStateMachine):
     def draw(self, count: int, behind: int) -> None:
         version = max(self.step - behind, 0)
         request = self._asks(version, count)
-        self.groups.hear(request)
+        self.groups.note_report(request)
         for assignment in self.groups.draw(request, 0.0)[0]:
             group_id = assignment.prompt.group_id
             assert group_id not in self.out, "given out twice"

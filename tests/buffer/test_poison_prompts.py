@@ -35,8 +35,8 @@ def open_ledger(folder: Path, num_groups: int) -> Ledger:
 
 def killed(tracker: PoisonTracker, group_ids: Sequence[int], *, num_tokens: int = 0) -> list[int]:
     """An attempt of these groups begins with so many tokens each, brings none and ends with its actor."""
-    tracker.dispatched(("a", 1), dict.fromkeys(group_ids, num_tokens), 0.0)
-    return tracker.died(dict.fromkeys(group_ids, ("a", 1)))
+    tracker.note_dispatched(("a", 1), dict.fromkeys(group_ids, num_tokens), 0.0)
+    return tracker.note_deaths(dict.fromkeys(group_ids, ("a", 1)))
 
 
 def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_only_a_death_alone_convicts_and_a_token_clears(tmp_path: Path) -> None:
     told: list[str] = []
     tracker = PoisonTracker(ledger, MAX_DEATHS, lambda kind, text: told.append(text))
     assert not killed(tracker, [0, 1, 2]) and not tracker.must_be_alone(0) and not tracker
-    tracker.dispatched(("a", 1), {2: 0}, 0.0)
+    tracker.note_dispatched(("a", 1), {2: 0}, 0.0)
     tracker.has_tokens(2, 1)
     assert not killed(tracker, [0, 1, 2], num_tokens=1) and tracker
     assert [tracker.must_be_alone(group_id) for group_id in range(4)] == [True, True, False, False]
@@ -68,14 +68,14 @@ def test_one_death_makes_few_suspects_those_in_hand_longest(tmp_path: Path) -> N
     killed(tracker, order)
     assert alone() == order[:MAX_NEW_SUSPECTS]
     rest, sick = order[MAX_NEW_SUSPECTS:], ("b", 1)
-    tracker.dispatched(sick, dict.fromkeys(rest, 0), 0.0)
+    tracker.note_dispatched(sick, dict.fromkeys(rest, 0), 0.0)
     for group_id in rest:  # an engine that is lost has them handed back one by one
-        tracker.broke(sick, 1.0)
-        tracker.died({group_id: sick})
+        tracker.note_broken_engine(sick, 1.0)
+        tracker.note_deaths({group_id: sick})
     assert alone() == order[: 2 * MAX_NEW_SUSPECTS]
     killed(tracker, order[2 * MAX_NEW_SUSPECTS :])
     assert alone() == order
-    tracker.finished(("a", 1), order[0])
+    tracker.note_finished(("a", 1), order[0])
     assert alone() == order[1:]
     ledger.close()
 
@@ -90,7 +90,7 @@ def test_what_is_counted_outlives_the_buffer_and_not_the_group(tmp_path: Path) -
     again = PoisonTracker(ledger, MAX_DEATHS, ignore)
     assert again.must_be_alone(0) and again.must_be_alone(1)
     ledger.drop([(0, "workflow-error")])
-    again.finished(("a", 1), 1)
+    again.note_finished(("a", 1), 1)
     killed(again, [2])
     assert 0 not in again and 1 not in again
     ledger.close()
@@ -154,25 +154,25 @@ async def test_groups_of_an_actor_that_is_killed_over_and_over_are_kept(shop: An
 def test_an_engine_that_fails_one_after_another_convicts_nobody(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, 4)
     tracker = PoisonTracker(ledger, MAX_DEATHS, ignore)
-    tracker.dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
+    tracker.note_dispatched(("a", 1), {0: 0, 1: 0}, 0.0)
     for group_id in (0, 1):
-        tracker.broke(("a", 1), 1.0)
-        tracker.died({group_id: ("a", 1)})
+        tracker.note_broken_engine(("a", 1), 1.0)
+        tracker.note_deaths({group_id: ("a", 1)})
     assert 0 in tracker and 1 in tracker, "both were there when it began"
     for now_s in range(2, 50):
-        tracker.dispatched(("a", 1), {0: 0, 2: 0}, float(now_s))
-        tracker.broke(("a", 1), float(now_s))
-        assert not tracker.died(dict.fromkeys((0, 2), ("a", 1)))
+        tracker.note_dispatched(("a", 1), {0: 0, 2: 0}, float(now_s))
+        tracker.note_broken_engine(("a", 1), float(now_s))
+        assert not tracker.note_deaths(dict.fromkeys((0, 2), ("a", 1)))
     assert 2 not in tracker and not tracker.must_be_alone(0)
-    tracker.dispatched(("b", 1), {0: 0}, 50.0)
-    tracker.died({0: ("b", 1)})
+    tracker.note_dispatched(("b", 1), {0: 0}, 50.0)
+    tracker.note_deaths({0: ("b", 1)})
     assert tracker.must_be_alone(0)
     assert tracker.turn(("a", 1), (), (0, 2), 8, 50.0) == ([2], 8), "no suspect for one in doubt"
     assert tracker.turn(("a", 2), (), (0, 2), 8, 50.0) == ([0], 1), "its next incarnation is not"
-    tracker.finished(("a", 1), 3)
+    tracker.note_finished(("a", 1), 3)
     assert tracker.turn(("a", 1), (), (0, 2), 8, 50.0) == ([0], 1)
-    tracker.dispatched(("a", 1), {0: 0}, 50.0)
-    assert tracker.died({0: ("a", 1)}) == [0]
+    tracker.note_dispatched(("a", 1), {0: 0}, 50.0)
+    assert tracker.note_deaths({0: ("a", 1)}) == [0]
     ledger.close()
 
 

@@ -45,7 +45,7 @@ class Shop:
 
     def drop(self, row: Row, reason: str, detail: str = "it raised") -> None:
         self.ledger.drop([(row.group_id, reason)], detail)
-        self.quarantine.failed(self.cursor.sources.prompt(row), reason, detail)
+        self.quarantine.note_failure(self.cursor.sources.prompt(row), reason, detail)
 
     def close(self) -> None:
         self.ledger.close()
