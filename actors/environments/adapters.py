@@ -38,11 +38,11 @@ MAX_DIGITS = 18
 """Of an action; Python refuses to read thousands."""
 
 
-def fitting(fn: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def fitting(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the named arguments that a function takes."""
     takes = inspect.signature(fn).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
-    return {name: value for name, value in named.items() if takes_all or name in takes}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    return {name: value for name, value in arguments.items() if takes_all or name in takes}
 
 
 class Game(Environment):
@@ -63,12 +63,12 @@ class Game(Environment):
         row = session.row
         options = {**row, **session.ctx.facts}
         seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
-        begun: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
-        match begun:
+        result: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
+        match result:
             case (observed, dict()):  # with what Gymnasium calls info
                 await self._show(session, observed)
             case _:
-                await self._show(session, begun)
+                await self._show(session, result)
 
     async def run(self, session: EnvironmentSession) -> None:
         env, is_over = session.env, False
@@ -109,13 +109,13 @@ class Game(Environment):
         return number if space.start <= number < space.start + size else None
 
     async def finalize(self, session: EnvironmentSession) -> None:
-        if (own := getattr(session.env, "finalize", None)) is not None:
-            await session.called(own)
+        if (finalize := getattr(session.env, "finalize", None)) is not None:
+            await session.called(finalize)
 
     async def score(self, session: EnvironmentSession) -> None:
         session.reward = float(sum(session.turn_rewards.values()))
-        if (own := getattr(session.env, "score", None)) is not None:
-            session.reward = float(await session.called(own))
+        if (score := getattr(session.env, "score", None)) is not None:
+            session.reward = float(await session.called(score))
 
     async def teardown(self, session: EnvironmentSession) -> None:
         if (close := getattr(session.env, "close", None)) is not None:
@@ -136,18 +136,20 @@ class Tools(Environment):
         self.mcp = importlib.import_module("mcp")
         if not hasattr(self.mcp, "Client"):
             raise ConfigError("the package mcp is older than 2.0", remedy="install a newer one")
-        self.servers: dict[str, Any] = {one: self._server(one, how) for one, how in self.args["servers"].items()}
+        self.servers: dict[str, Any] = {
+            name: self._server(name, options) for name, options in self.args["servers"].items()
+        }
 
-    def _server(self, name: str, how: Mapping[str, Any]) -> Any:
-        if isinstance(how.get("url"), str):
-            return how["url"]
-        command = how.get("command")
+    def _server(self, name: str, options: Mapping[str, Any]) -> Any:
+        if isinstance(options.get("url"), str):
+            return options["url"]
+        command = options.get("command")
         if not isinstance(command, list) or not command:
             remedy = 'write command = ["program", ...] or url = "http://..."'
             raise ConfigError(f"args.servers.{name} says no server", remedy=remedy)
         stdio = importlib.import_module("mcp.client.stdio")
-        more = {key: how[key] for key in ("env", "cwd") if key in how}
-        return stdio.StdioServerParameters(command=command[0], args=command[1:], **more)
+        settings = {key: options[key] for key in ("env", "cwd") if key in options}
+        return stdio.StdioServerParameters(command=command[0], args=command[1:], **settings)
 
     async def opened(self, enter: Callable[[Any], Awaitable[Any]]) -> dict[str, Any]:
         """The tools of all servers, by name, each with its client."""
@@ -243,8 +245,8 @@ class Puzzles(Environment):
         turn: Message = session.env or {}  # None: the context had no room for an answer
         text: str = turn.get("content") or ""
         answer, task = self.extract(text), self.tasks[session.row["metadata"]["index"]]
-        said = text.strip() if answer is None else answer
-        session.reward = float(await session.called(self.tasks.score_answer, said, task))
+        answer_text = text.strip() if answer is None else answer
+        session.reward = float(await session.called(self.tasks.score_answer, answer_text, task))
 
 
 class OpenEnv(Environment):
@@ -259,12 +261,12 @@ class OpenEnv(Environment):
         session.env = await session.entered(client)
         schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
         session.metadata["fields"] = schema.get("required", [])
-        told = await session.env.reset(**{**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})})
+        result = await session.env.reset(**{**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})})
         session.tools = []
         if schema.get("title") in ("Action", "CallToolAction", "ListToolsAction"):
             listed = (await session.env.step({"type": "list_tools"})).observation["tools"]
-            session.tools = [function_tool(one["name"], one["description"], one["input_schema"]) for one in listed]
-        session.heard(self._text(told.observation))
+            session.tools = [function_tool(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+        session.heard(self._text(result.observation))
 
     async def run(self, session: EnvironmentSession) -> None:
         is_over = False
@@ -280,15 +282,15 @@ class OpenEnv(Environment):
                 if is_over:  # no step follows the last one
                     break
                 try:
-                    told = await session.env.step(action)
+                    result = await session.env.step(action)
                 except RuntimeError as error:
                     if "VALIDATION_ERROR" not in str(error):
                         raise
                     session.heard(f"That is no action: {error}", call)
                     continue
-                session.earned(told.reward or 0.0)
-                is_over = is_over or bool(told.done)
-                session.heard(self._text(told.observation), call)
+                session.earned(result.reward or 0.0)
+                is_over = is_over or bool(result.done)
+                session.heard(self._text(result.observation), call)
             is_over = is_over or (bool(session.tools) and not calls)
 
     def _call(self, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,8 +300,8 @@ class OpenEnv(Environment):
         """Raises ValueError."""
         text, fields = (message.get("content") or "").strip(), session.metadata["fields"]
         with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(text), dict):
-                return cast("dict[str, Any]", found)
+            if isinstance(action := json.loads(text), dict):
+                return cast("dict[str, Any]", action)
         if len(fields) != 1:
             raise ValueError(f"write a JSON object with the fields {', '.join(fields)}")
         return {fields[0]: text}
@@ -349,9 +351,12 @@ class Verifiers(Environment):
         for index, task in enumerate(self.tasks):
             data = task.data
             prompt = data.prompt if data.prompt is not None else data.name or f"task {index}"
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else plain_messages(prompt)
             head = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-            yield {"prompt": [*head, *said], "metadata": {"index": index, "task": data.name or data.id or str(index)}}
+            yield {
+                "prompt": [*head, *messages],
+                "metadata": {"index": index, "task": data.name or data.id or str(index)},
+            }
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         from aiohttp import web  # which takes as long as all else
@@ -411,7 +416,7 @@ CHAT_HARNESS = "myxa_chat"
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
     to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
-    return [to_wire(one) for one in messages]
+    return [to_wire(message) for message in messages]
 
 
 def _chat_loop(vf: Any) -> type:
@@ -435,9 +440,9 @@ def _chat_loop(vf: Any) -> type:
                     importlib.import_module("httpx").AsyncClient(timeout=None, verify=False)
                 )
                 tools: dict[str, Any] = await servers.opened(stack.enter_async_context) if servers else {}
-                given = {"tools": listed(tools)} if tools else {}
+                options = {"tools": listed(tools)} if tools else {}
                 while True:
-                    body = {"model": ctx.model, "messages": messages, **given}
+                    body = {"model": ctx.model, "messages": messages, **options}
                     answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=head)
                     if answer.status_code != 200:
                         return vf.ProgramResult(1, "", answer.text)

@@ -105,34 +105,34 @@ class EnvironmentSession:
             raise NoTurn("max_turns")
         body = {"messages": self.messages, **({"tools": list(tools)} if tools else {})}
         try:
-            told = await self.ask(json_of(body))
+            reply = await self.ask(json_of(body))
         except RequestFault as fault:
             if fault.kind == "too-long":
                 raise NoTurn(TOO_LONG) from None
             raise EnvironmentFailure(f"the turn was refused: {fault.text}") from fault
-        message: Message = told["choices"][0]["message"]
+        message: Message = reply["choices"][0]["message"]
         self.messages.append({key: value for key, value in message.items() if value is not None})
-        return {**message, "is_malformed": told["myxa"]["is_malformed"]}
+        return {**message, "is_malformed": reply["myxa"]["is_malformed"]}
 
     def heard(self, text: str, call: Mapping[str, Any] | None = None) -> None:
         """Enter what is said to the model, or what a tool answers that it called."""
-        last = self.messages[-1] if self.messages else {"role": ""}
+        message = self.messages[-1] if self.messages else {"role": ""}
         if call is not None:
             name = call["function"]["name"]
             self.messages.append({"role": "tool", "content": text, "name": name, "tool_call_id": call["id"]})
-        elif last["role"] == "user":  # templates want turns
-            self.messages[-1] = {**last, "content": "\n\n".join(filter(None, (last["content"], text)))}
+        elif message["role"] == "user":  # templates want turns
+            self.messages[-1] = {**message, "content": "\n\n".join(filter(None, (message["content"], text)))}
         elif text:
             self.messages.append({"role": "user", "content": text})
 
     def earned(self, reward: float) -> None:
         self.turn_rewards[self.num_turns] = self.turn_rewards.get(self.num_turns, 0.0) + float(reward)
 
-    async def called(self, fn: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    async def called(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What a function returns that may block, or be async. All plain ones of a session share a thread."""
         call = CALL.get()
         threads = CallThreads(1) if call is not None and call.threads else self._thread  # that one hangs
-        returned = await asyncio.get_running_loop().run_in_executor(threads, partial(fn, *args, **named))
+        returned = await asyncio.get_running_loop().run_in_executor(threads, partial(fn, *args, **options))
         return await returned if inspect.isawaitable(returned) else returned
 
     async def entered(self, context: contextlib.AbstractAsyncContextManager[T]) -> T:
@@ -172,9 +172,9 @@ class EnvironmentSession:
         samples = self._session.samples()
         if not samples:
             raise EnvironmentFailure("it ended without a turn of the model")
-        told = json.loads(json_of(self.metadata), parse_constant=str)
-        told |= {"environment": self._name, "num_malformed": len(self._malformed)}
-        return (*samples[:-1], replace(samples[-1], metadata=told))
+        metadata = json.loads(json_of(self.metadata), parse_constant=str)
+        metadata |= {"environment": self._name, "num_malformed": len(self._malformed)}
+        return (*samples[:-1], replace(samples[-1], metadata=metadata))
 
     async def finalize(self, ctx: WorkflowContext, samples: object) -> None:
         await self._environment.finalize(self)

@@ -30,13 +30,13 @@ class EnvironmentWorker(SdkWorker):
     blames = "environment"
 
     def load(self) -> OwnWorkflow:
-        of = self.spec.args
-        name, steps = of["name"], {"run": "step"}
+        settings = self.spec.args
+        name, steps = settings["name"], {"run": "step"}
         self.phase_waits = {phase: ("environment", f"{name} {steps.get(phase, phase)}") for phase in PHASES}
-        with loading(of):
-            self._environment = ENVIRONMENTS[of["kind"]](of["id"], of["args"])
-        made = partial(EnvironmentSession, self._environment, name, of["malformed_reward"])
-        return OwnWorkflow(made, {}, is_class=True)
+        with loading(settings):
+            self._environment = ENVIRONMENTS[settings["kind"]](settings["id"], settings["args"])
+        make = partial(EnvironmentSession, self._environment, name, settings["malformed_reward"])
+        return OwnWorkflow(make, {}, is_class=True)
 
     async def begin(self, stack: contextlib.AsyncExitStack) -> None:
         with loading(self.spec.args):
@@ -44,7 +44,7 @@ class EnvironmentWorker(SdkWorker):
 
 
 @contextlib.contextmanager
-def loading(of: Mapping[str, Any]) -> Generator[None]:
+def loading(settings: Mapping[str, Any]) -> Generator[None]:
     """Whatever is raised meanwhile says which environment it is about."""
     try:
         yield
@@ -53,7 +53,7 @@ def loading(of: Mapping[str, Any]) -> Generator[None]:
     except Exception as error:
         kind = ConfigError if isinstance(error, ImportError) else UserCodeError
         remedy = f"mend it; it was loaded by {sys.executable}"
-        raise kind(f"{of['kind']} {of['id']}: raised {what_was_raised(error)}", remedy=remedy) from error
+        raise kind(f"{settings['kind']} {settings['id']}: raised {what_was_raised(error)}", remedy=remedy) from error
 
 
 def print_rows() -> None:
@@ -61,10 +61,10 @@ def print_rows() -> None:
     die_with_parent(os.getppid())
     rows = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    of = json.load(sys.stdin)
+    settings = json.load(sys.stdin)
     try:
-        with loading(of):
-            for row in ENVIRONMENTS[of["kind"]](of["id"], of["args"]).rows():
+        with loading(settings):
+            for row in ENVIRONMENTS[settings["kind"]](settings["id"], settings["args"]).rows():
                 rows.write(json_of(row) + b"\n")
     except MyxaError as error:
         sys.exit(error.message)

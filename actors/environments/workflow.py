@@ -31,21 +31,21 @@ class EnvironmentPool(WorkflowPool):
     module = "myxa.actors.environments.worker"
 
     def __init__(
-        self, name: str, of: EnvironmentSettings, spec: WorkflowSpec, tokenizer: Tokenizer, *,
+        self, name: str, settings: EnvironmentSettings, spec: WorkflowSpec, tokenizer: Tokenizer, *,
         max_workers: int, environ: Mapping[str, str],
     ) -> None:  # fmt: skip
         """`spec`: but for which environment it is. `environ`: of this process."""
-        which = {"name": name, **of.model_dump(include={"kind", "id", "args", "malformed_reward"})}
+        which = {"name": name, **settings.model_dump(include={"kind", "id", "args", "malformed_reward"})}
         super().__init__(
-            msgspec.structs.replace(spec, args=which, max_block_s=of.silence_s / 2),
-            msgspec.convert(of, PhaseLimits, from_attributes=True),
+            msgspec.structs.replace(spec, args=which, max_block_s=settings.silence_s / 2),
+            msgspec.convert(settings, PhaseLimits, from_attributes=True),
             tokenizer,
             max_workers=max_workers,
-            max_calls=of.concurrency,
+            max_calls=settings.concurrency,
         )
         self.name, self.what = name, f'environment "{name}"'
-        self._python = of.python or sys.executable, "-P"  # files where the run was started shadow no package
-        self._env, self._silent_s = {**environ, **of.env}, of.silence_s
+        self._python = settings.python or sys.executable, "-P"  # files where the run was started shadow no package
+        self._env, self._silent_s = {**environ, **settings.env}, settings.silence_s
         self._num_open, self._room = 0, asyncio.Event()
 
     async def play(
@@ -76,8 +76,8 @@ class EnvironmentPools:
     def __init__(self, config: RunConfig, tokenizer: FolderTokenizer, environ: Mapping[str, str]) -> None:
         spec, max_workers = spec_of(config, tokenizer, {}), config.rollout.workers
         self.pools = {
-            name: EnvironmentPool(name, of, spec, tokenizer, max_workers=max_workers, environ=environ)
-            for name, of in config.environments.items()
+            name: EnvironmentPool(name, settings, spec, tokenizer, max_workers=max_workers, environ=environ)
+            for name, settings in config.environments.items()
         }
 
     async def start(self) -> None:

@@ -81,24 +81,26 @@ class RewardFn:
     """Calls of an async function in one worker process; the others wait, and their time does not begin."""
 
 
-def load_reward(of: RewardSpec) -> RewardFn:
+def load_reward(spec: RewardSpec) -> RewardFn:
     """The function with its arguments bound; built-ins judge single answers. Raises ConfigError or UserCodeError."""
-    name, keys = of.fn, of.keys
+    name, keys = spec.fn, spec.keys
     if name in BUILTINS:
-        bound = bind_builtin(name, pattern=of.pattern, args=of.args, strip_thinking=of.strip_thinking, key=keys.args)
+        bound = bind_builtin(
+            name, pattern=spec.pattern, args=spec.args, strip_thinking=spec.strip_thinking, key=keys.args
+        )
         bound = as_the_only_one(bound, name) if keys == ALONE else bound
         usual_s = BUILTINS[name].seconds
-        seconds = max(float(of.args.get("seconds", usual_s)), 1.0) if usual_s else 0.0
-        return RewardFn(name, bound, is_light=not (seconds or of.pattern), seconds=seconds)
+        seconds = max(float(spec.args.get("seconds", usual_s)), 1.0) if usual_s else 0.0
+        return RewardFn(name, bound, is_light=not (seconds or spec.pattern), seconds=seconds)
     if name == UNIT_TESTS:
         from .unit_tests import unit_test_options, unit_tests_reward  # sandboxes, which no other reward needs
 
-        options = unit_test_options(of.args, keys.args)
-        fn = unit_tests_reward(options, strip_thinking=of.strip_thinking)
+        options = unit_test_options(spec.args, keys.args)
+        fn = unit_tests_reward(options, strip_thinking=spec.strip_thinking)
         return RewardFn(name, fn, is_async=True, seconds=options.total_seconds + OVERLOAD_S, at_once=AT_ONCE)
-    extra = {**of.args, "pattern": of.pattern} if of.pattern else of.args
-    found = load_function(name, reward_expected(keys.fn, takes_group=of.takes_group), extra)
-    return RewardFn(name, partial(found.fn, **extra), is_async=found.is_async, takes_group=of.takes_group)
+    extra = {**spec.args, "pattern": spec.pattern} if spec.pattern else spec.args
+    function = load_function(name, reward_expected(keys.fn, takes_group=spec.takes_group), extra)
+    return RewardFn(name, partial(function.fn, **extra), is_async=function.is_async, takes_group=spec.takes_group)
 
 
 async def call_reward(reward: RewardFn, answers: Answers) -> Outcomes:

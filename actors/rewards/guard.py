@@ -46,12 +46,12 @@ def _now_s() -> float:
 async def all_ended(jobs: Iterable[Awaitable[T]]) -> list[T]:
     """Results in order, once all have ended: none waits for another, or fails by it. Raises the first error."""
     done = await asyncio.gather(*jobs, return_exceptions=True)
-    found: list[T] = []
-    for one in done:
-        if isinstance(one, BaseException):
-            raise one
-        found.append(one)
-    return found
+    results: list[T] = []
+    for part in done:
+        if isinstance(part, BaseException):
+            raise part
+        results.append(part)
+    return results
 
 
 MIN_CALLS = 20
@@ -148,41 +148,41 @@ class Guarded:
 
     def listen(self, tell: Tell) -> None:
         """`tell` (kind, text) is called when calls stop and when they resume."""
-        for one in self._parts:
-            one.listen(tell)
+        for guard in self._parts:
+            guard.listen(tell)
 
     def allow(self, max_error_rate: float) -> None:
         """Another share of failed calls from now on."""
-        for one in self._parts:
-            one.allow(max_error_rate)
+        for guard in self._parts:
+            guard.allow(max_error_rate)
 
     @property
     def num_errors(self) -> int:
-        return sum(one.num_errors for one in self._parts)
+        return sum(guard.num_errors for guard in self._parts)
 
     @property
     def too_many_errors(self) -> str:
         """Empty, or the sentence that ends the run."""
-        return next((words for one in self._parts if (words := one.too_many_errors)), "")
+        return next((reason for guard in self._parts if (reason := guard.too_many_errors)), "")
 
     def gauges(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for one in self._parts:
-            for key, value in one.gauges().items():
+        for guard in self._parts:
+            for key, value in guard.gauges().items():
                 values[key] = max(values.get(key, 0.0), value) if key in WORST else values.get(key, 0.0) + value
         return values
 
     def seconds(self) -> dict[str, float]:
         """Of all calls that ended, by what took them: "queue" until a worker had it, "function", and "messages" to the
         worker and back. Nothing of what has no workers."""
-        found: dict[str, float] = {}
-        for one in self._parts:
-            for what, spent_s in one.seconds().items():
-                found[what] = found.get(what, 0.0) + spent_s
-        return found
+        seconds: dict[str, float] = {}
+        for guard in self._parts:
+            for kind, spent_s in guard.seconds().items():
+                seconds[kind] = seconds.get(kind, 0.0) + spent_s
+        return seconds
 
     async def close(self) -> None:
-        await all_ended(one.close() for one in self._parts)
+        await all_ended(guard.close() for guard in self._parts)
 
 
 class Scorer(Guarded, ABC):
@@ -366,10 +366,10 @@ class CallGuard(Guarded):
         failed, calls = self._budget.recent
         lost, groups = self._groups.recent
         if self._budget.is_spent:
-            words = f"failed in {failed} of the last {calls} calls"
+            failures = f"failed in {failed} of the last {calls} calls"
         elif self._groups.is_spent:
-            words = f"lost {lost} of the last {groups} groups, by {failed} of the last {calls} calls"
+            failures = f"lost {lost} of the last {groups} groups, by {failed} of the last {calls} calls"
         else:
             return ""
         allowed = f"more than reward.max_error_rate = {self._budget.max_rate:g} allows"
-        return f"{self._what} {words}, {allowed}; last: {self.last_error}"
+        return f"{self._what} {failures}, {allowed}; last: {self.last_error}"

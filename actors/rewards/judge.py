@@ -52,18 +52,20 @@ class Judges:
 
     def made(self, args: Mapping[str, Any], key: str, *, strips: bool) -> JudgeReward:
         """One with these keys of `[judge]` said otherwise. `key`: of the run file, that says so. Raises ConfigError."""
-        of, posts = self.settings_with(args, key, self.models), None
-        if of.url:
-            bearer = key_from(self.environ, of.key_env, "judge.key_env")
-            posts = Posts(f"{of.url.rstrip('/')}/chat/completions", timeout_s=of.timeout_s, max_calls=of.max_calls,
-                          key=bearer)  # fmt: skip
-        return JudgeReward(of, _over_http(posts, of.model) if posts else self.models[of.model], posts, strips=strips)
+        settings, posts = self.settings_with(args, key, self.models), None
+        if settings.url:
+            bearer = key_from(self.environ, settings.key_env, "judge.key_env")
+            url = f"{settings.url.rstrip('/')}/chat/completions"
+            posts = Posts(url, timeout_s=settings.timeout_s, max_calls=settings.max_calls, key=bearer)
+        return JudgeReward(
+            settings, _over_http(posts, settings.model) if posts else self.models[settings.model], posts, strips=strips
+        )
 
-    def settings_with(self, args: Mapping[str, Any], key: str, known: Collection[str]) -> JudgeSettings:
-        """`known`: models of the run's own. Raises ConfigError for keys, values, and where no model can be asked."""
+    def settings_with(self, args: Mapping[str, Any], key: str, model_names: Collection[str]) -> JudgeSettings:
+        """`model_names`: of the run's own. Raises ConfigError for keys, values, and where no model can be asked."""
         try:
-            said = self.settings.model_dump(exclude_unset=True)
-            of = JudgeSettings.model_validate({**said, **args}) if args else self.settings
+            values = self.settings.model_dump(exclude_unset=True)
+            settings = JudgeSettings.model_validate({**values, **args}) if args else self.settings
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])) or next(iter(args))
@@ -71,30 +73,30 @@ class Judges:
                 remedy = suggest(name, JudgeSettings.model_fields)
                 raise ConfigError(f'{key}.{name}: reward "judge" takes no such argument', remedy=remedy) from None
             raise ConfigError(f"{key}.{name}: {first['msg']}", remedy="see [judge]") from None
-        if of.url or of.model in known:
-            return of
-        if not of.model:
+        if settings.url or settings.model in model_names:
+            return settings
+        if not settings.model:
             raise ConfigError('judge.url: is empty, and reward "judge" asks a model', remedy="set it, or judge.model")
-        near = suggest(of.model, known)
-        raise ConfigError(f'judge.model = "{of.model}": is none of [models]', remedy=f"{near}; or set judge.url")
+        near = suggest(settings.model, model_names)
+        raise ConfigError(f'judge.model = "{settings.model}": is none of [models]', remedy=f"{near}; or set judge.url")
 
 
 def _over_http(posts: Posts, model: str) -> Chat:
     async def chat(text: str, temperature: float, max_tokens: int) -> tuple[str | None, int]:
-        asked = {
+        request = {
             "model": model,
             "messages": [{"role": "user", "content": text}],
             "temperature": temperature,
             "max_tokens": max_tokens,
         }
-        raw = await posts.post(msgspec.json.encode(asked))
+        raw = await posts.post(msgspec.json.encode(request))
         try:
             answer: Any = msgspec.json.decode(raw)
-            said, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
+            content, usage = answer["choices"][0]["message"]["content"], answer.get("usage")
             tokens = usage["total_tokens"] if usage else 0
         except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
             raise NoAnswer(f"answered with no chat completion: {shown(raw)!r}") from error
-        return said if isinstance(said, str) else None, tokens if isinstance(tokens, int) else 0
+        return content if isinstance(content, str) else None, tokens if isinstance(tokens, int) else 0
 
     return chat
 
@@ -102,13 +104,13 @@ def _over_http(posts: Posts, model: str) -> Chat:
 class JudgeReward:
     """One judge. Used from one loop."""
 
-    def __init__(self, of: JudgeSettings, chat: Chat, posts: Posts | None = None, *, strips: bool = True) -> None:
+    def __init__(self, settings: JudgeSettings, chat: Chat, posts: Posts | None = None, *, strips: bool = True) -> None:
         """`posts`: closed with it. `strips`: thoughts of the policy's are left out."""
-        self._of = of
+        self._settings = settings
         self._chat = chat
         self._posts = posts
         self._strips = strips
-        self._room = asyncio.Semaphore(of.max_calls)
+        self._room = asyncio.Semaphore(settings.max_calls)
         self._known = OrderedDict[bytes, float]()
         """By the digest of the text; the one that was used last is the last."""
         self._asking = WeakValueDictionary[bytes, asyncio.Lock]()
@@ -116,7 +118,7 @@ class JudgeReward:
         self._counts = Counter[str](requests=0, tokens=0, cache_hits=0, parse_failures=0)
 
     async def ask(self, answers: Answers) -> Outcomes:
-        return tuple([RewardOutcome(await self._score(self._question(one))) for one in answers])
+        return tuple([RewardOutcome(await self._score(self._question(answer))) for answer in answers])
 
     def gauges(self) -> dict[str, float]:
         """Since the actor began."""
@@ -126,58 +128,66 @@ class JudgeReward:
         if self._posts is not None:
             await self._posts.close()
 
-    def _question(self, one: Completion) -> str:
-        text = after_thought(one.text, begins_inside=one.begins_in_thought) or "" if self._strips else one.text
+    def _question(self, completion: Completion) -> str:
+        text = (
+            after_thought(completion.text, begins_inside=completion.begins_in_thought) or ""
+            if self._strips
+            else completion.text
+        )
         mark = blake2b(text.encode(errors="replace"), digest_size=6).hexdigest()
-        said = {"prompt": one.prompt, "label": one.label, "answer": f"<answer {mark}>\n{text}\n</answer {mark}>"}
-        return FIELD.sub(lambda match: said[match[1]], self._of.template)
+        values = {
+            "prompt": completion.prompt,
+            "label": completion.label,
+            "answer": f"<answer {mark}>\n{text}\n</answer {mark}>",
+        }
+        return FIELD.sub(lambda match: values[match[1]], self._settings.template)
 
     async def _score(self, text: str) -> float:
-        of, digest = self._of, blake2b(text.encode(errors="replace"), digest_size=16).digest()
-        turn = self._asking.setdefault(digest, asyncio.Lock()) if of.cache else asyncio.Lock()
+        settings, digest = self._settings, blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        turn = self._asking.setdefault(digest, asyncio.Lock()) if settings.cache else asyncio.Lock()
         async with turn, self._room:
             if digest in self._known:
                 self._counts["cache_hits"] += 1
                 self._known.move_to_end(digest)
                 return self._known[digest]
             try:
-                score = await tried(lambda: self._try(text), tries=of.tries, backoff_s=of.backoff_s)
+                score = await tried(lambda: self._try(text), tries=settings.tries, backoff_s=settings.backoff_s)
             except NoAnswer as failed:
                 raise CallFailed(str(failed)) from failed
             self._known[digest] = score
-            while len(self._known) > of.cache:
+            while len(self._known) > settings.cache:
                 self._known.popitem(last=False)
             return score
 
     async def _try(self, text: str) -> float:
         self._counts["requests"] += 1
-        said, num_tokens = await self._chat(text, self._of.temperature, self._of.max_tokens)
+        reply, num_tokens = await self._chat(text, self._settings.temperature, self._settings.max_tokens)
         self._counts["tokens"] += num_tokens
-        score = score_in(said or "", self._of)
+        score = score_in(reply or "", self._settings)
         if score is None:
             self._counts["parse_failures"] += 1
-            raise NoAnswer(f"gave no score: {(said or '')[-200:]!r}")
+            raise NoAnswer(f"gave no score: {(reply or '')[-200:]!r}")
         return score
 
 
-def score_in(text: str, of: JudgeSettings) -> float | None:
+def score_in(text: str, settings: JudgeSettings) -> float | None:
     """The reward that a judge's answer says; None: it says none."""
     text = after_thought(text) or ""
-    if of.json_field:
-        found = _field_of_last_object(text, of.json_field)
+    if settings.json_field:
+        score = _field_of_last_object(text, settings.json_field)
     else:
-        last = deque(re.finditer(of.pattern, text), maxlen=1)
-        found = last[0][1] if last else None
-        if last and not of.scores and not _is_whole(text, last[0], of.high):
+        matches = deque(re.finditer(settings.pattern, text), maxlen=1)
+        score = matches[0][1] if matches else None
+        if matches and not settings.scores and not _is_whole(text, matches[0], settings.high):
             return None
-    if found is None or isinstance(found, list | dict):
+    if score is None or isinstance(score, list | dict):
         return None
-    said = (json.dumps(found) if isinstance(found, bool) else str(cast("object", found))).strip()
-    if of.scores:
-        return {name.casefold(): score for name, score in of.scores.items()}.get(said.casefold())
-    if not NUMBER.fullmatch(said) or not of.low <= float(said) <= of.high:
+    label = (json.dumps(score) if isinstance(score, bool) else str(cast("object", score))).strip()
+    if settings.scores:
+        return {name.casefold(): score for name, score in settings.scores.items()}.get(label.casefold())
+    if not NUMBER.fullmatch(label) or not settings.low <= float(label) <= settings.high:
         return None
-    return (float(said) - of.low) / (of.high - of.low)
+    return (float(label) - settings.low) / (settings.high - settings.low)
 
 
 def _is_whole(text: str, match: re.Match[str], high: float) -> bool:
@@ -189,13 +199,13 @@ def _is_whole(text: str, match: re.Match[str], high: float) -> bool:
 
 
 def _field_of_last_object(text: str, name: str) -> object:
-    decoder, found, at = json.JSONDecoder(), None, text.find("{")
-    while at >= 0:
+    decoder, value, start = json.JSONDecoder(), None, text.find("{")
+    while start >= 0:
         try:
-            one, end = decoder.raw_decode(text, at)
+            table, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            end = at + 1
+            end = start + 1
         else:
-            found = one.get(name, found)
-        at = text.find("{", end)
-    return cast("object", found)
+            value = table.get(name, value)
+        start = text.find("{", end)
+    return cast("object", value)

@@ -92,8 +92,8 @@ class RewardPool(WorkerPool):
                 call.worker.kill()
                 if self._is_shared and not is_alone:
                     raise Lost("it said nothing") from None
-                words = f"took longer than {timeout_s:g} s; its worker process was killed"
-                raise CallFailed(words, is_late=True) from None
+                cause = f"took longer than {timeout_s:g} s; its worker process was killed"
+                raise CallFailed(cause, is_late=True) from None
             except (TypeError, ValueError) as error:
                 call.is_over = True  # it has not begun
                 raise CallFailed(f"cannot be sent its answers: {error}") from error

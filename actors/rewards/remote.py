@@ -82,13 +82,13 @@ class Posts:
             )  # fmt: skip
         except AnswerTooLong as long:
             raise CallFailed(str(long)) from long
-        said = f"{url} answered {status}: {shown(raw)}"
+        message = f"{url} answered {status}: {shown(raw)}"
         if status in WORTH_REPEATING or status >= 500:
-            busy = NoAnswer(said)
+            busy = NoAnswer(message)
             busy.retry_after_s = retry_after_s
             raise busy
         if status != 200:
-            raise CallFailed(said)
+            raise CallFailed(message)
         return raw
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -120,10 +120,10 @@ class RemoteReward:
         self._room = asyncio.Semaphore(options.max_calls)
 
     async def ask(self, answers: Answers) -> Outcomes:
-        of, body = self._options, self._body(answers)
+        options, body = self._options, self._body(answers)
         async with self._room:
             try:
-                value = await tried(lambda: self._try(body), tries=of.tries, backoff_s=of.backoff_s)
+                value = await tried(lambda: self._try(body), tries=options.tries, backoff_s=options.backoff_s)
             except NoAnswer as failed:
                 raise CallFailed(str(failed)) from failed
         return judged(value, len(answers) if self._takes_group else None)
@@ -135,7 +135,7 @@ class RemoteReward:
         await self._posts.close()
 
     def _body(self, answers: Answers) -> bytes:
-        bodies = [_body_of(one) for one in answers]
+        bodies = [_body_of(answer) for answer in answers]
         try:
             return msgspec.json.encode({"answers": bodies} if self._takes_group else bodies[0])
         except (TypeError, ValueError) as error:
@@ -149,7 +149,9 @@ class RemoteReward:
             raise CallFailed(f"{self._options.url} answered with what is no JSON: {shown(raw)!r}") from error
 
 
-def _body_of(one: Completion) -> dict[str, Any]:
+def _body_of(answer: Completion) -> dict[str, Any]:
     """A completion, its text under the name that such services know."""
-    fields = {name: getattr(one, name) for name in one.__struct_fields__ if name not in ("text", "begins_in_thought")}
-    return {**fields, "response": one.text}
+    fields = {
+        name: getattr(answer, name) for name in answer.__struct_fields__ if name not in ("text", "begins_in_thought")
+    }
+    return {**fields, "response": answer.text}

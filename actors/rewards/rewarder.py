@@ -51,14 +51,16 @@ if TYPE_CHECKING:
     from .remote import RemoteReward
 
 
-def by_length(of: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outcomes:
+def by_length(settings: RewardSettings, answers: Answers, outcomes: Outcomes) -> Outcomes:
     """Outcomes lowered by the cost of length, which is a separate part in them."""
-    if not of.overlong_tokens:
+    if not settings.overlong_tokens:
         return outcomes
     lowered: list[RewardOutcome] = []
-    for one, outcome in zip(answers, outcomes, strict=True):
-        share = overlong_penalty(one.num_tokens, max_tokens=of.overlong_tokens, buffer=of.overlong_buffer)
-        cost = of.overlong_penalty * share
+    for answer, outcome in zip(answers, outcomes, strict=True):
+        share = overlong_penalty(
+            answer.num_tokens, max_tokens=settings.overlong_tokens, buffer=settings.overlong_buffer
+        )
+        cost = settings.overlong_penalty * share
         lowered.append(RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost}))
     return tuple(lowered)
 
@@ -122,11 +124,13 @@ class Rewarder(Scorer):
         return by_length(self._settings, answers, await self._score(answers))
 
     async def _score(self, answers: Answers) -> Outcomes:
-        is_nought = [one.is_truncated and self._settings.truncated == "zero" for one in answers]
+        is_nought = [answer.is_truncated and self._settings.truncated == "zero" for answer in answers]
         if all(is_nought):
             return tuple(RewardOutcome(0.0) for _ in answers)
         outcomes = await self._called(answers)
-        return tuple(RewardOutcome(0.0) if nought else one for nought, one in zip(is_nought, outcomes, strict=True))
+        return tuple(
+            RewardOutcome(0.0) if nought else outcome for nought, outcome in zip(is_nought, outcomes, strict=True)
+        )
 
     async def _called(self, answers: Answers) -> Outcomes:
         try:
@@ -141,8 +145,8 @@ class Rewarder(Scorer):
             raise kind(f'reward function "{self._reward.name}" {bad} ({place})', remedy=REMEDY) from bad
 
     def gauges(self) -> dict[str, float]:
-        more = self._remote.gauges() if self._remote is not None else {}
-        return {**super().gauges(), "reward/workers": float(len(self.worker_pids)), **more}
+        remote_gauges = self._remote.gauges() if self._remote is not None else {}
+        return {**super().gauges(), "reward/workers": float(len(self.worker_pids)), **remote_gauges}
 
     def seconds(self) -> dict[str, float]:
         return dict(self._pool.seconds) if self._pool is not None else {}
@@ -171,22 +175,22 @@ def _remote(settings: RewardSettings, keys: RewardKeys, judges: Judges | None) -
     return RemoteReward(remote_options(settings.args, keys.args), timeout_s=settings.timeout_s, takes_group=takes_group)
 
 
-def check_args(of: RewardSettings, config: RunConfig, keys: RewardKeys = ALONE) -> None:
+def check_args(settings: RewardSettings, config: RunConfig, keys: RewardKeys = ALONE) -> None:
     """Whether a built-in takes its arguments; nothing of a function of the user's. Raises ConfigError."""
-    if of.fn == REMOTE:
+    if settings.fn == REMOTE:
         from .remote import remote_options  # a client for HTTP, which no other reward needs
 
-        remote_options(of.args, keys.args)
-    elif of.fn == JUDGE:
+        remote_options(settings.args, keys.args)
+    elif settings.fn == JUDGE:
         from .judge import Judges
 
-        Judges(config.judge).settings_with(of.args, keys.args, config.models)
-    elif of.fn == UNIT_TESTS:
+        Judges(config.judge).settings_with(settings.args, keys.args, config.models)
+    elif settings.fn == UNIT_TESTS:
         from .unit_tests import unit_test_options
 
-        unit_test_options(of.args, keys.args)
-    elif of.fn in BUILTINS:
-        bind_builtin(of.fn, pattern=of.pattern, args=of.args, key=keys.args)
+        unit_test_options(settings.args, keys.args)
+    elif settings.fn in BUILTINS:
+        bind_builtin(settings.fn, pattern=settings.pattern, args=settings.args, key=keys.args)
 
 
 class SeveralRewards(Scorer):
@@ -198,15 +202,15 @@ class SeveralRewards(Scorer):
         parts = settings.parts().items()
         self._by_name = {name: Rewarder(part, RewardKeys.of_one(name), judges) for name, part in parts}
         super().__init__(*self._by_name.values())
-        self.judges_groups = any(one.judges_groups for one in self._by_name.values())
+        self.judges_groups = any(rewarder.judges_groups for rewarder in self._by_name.values())
         """Whether a function gets all answers of a group at once."""
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
         answers = tuple(completions)
         names = self._names_for(answers[0])
-        found = await all_ended(self._judged(name, answers) for name in names)
+        outcomes = await all_ended(self._judged(name, answers) for name in names)
         try:
-            sums = judged([self._sum(names, of) for of in zip(*found, strict=True)], len(answers))
+            sums = judged([self._sum(names, row) for row in zip(*outcomes, strict=True)], len(answers))
         except CallFailed as bad:
             raise UserCodeError(
                 f"the sum of reward.functions {bad} (group {answers[0].group_id})", remedy=REMEDY
@@ -217,7 +221,7 @@ class SeveralRewards(Scorer):
         rewarder = self._by_name[name]
         if rewarder.judges_groups:
             return await rewarder.score_group(answers)
-        return tuple(await all_ended(rewarder.score(one) for one in answers))
+        return tuple(await all_ended(rewarder.score(answer) for answer in answers))
 
     def _names_for(self, answer: Completion) -> tuple[str, ...]:
         key = self._settings.choose_by
@@ -248,7 +252,7 @@ class FixedReward(Scorer):
         self._outcome = RewardOutcome(value)
 
     async def score_group(self, completions: Sequence[Completion]) -> Outcomes:
-        return tuple(self._outcome if one.reward is None else RewardOutcome(one.reward) for one in completions)
+        return tuple(self._outcome if answer.reward is None else RewardOutcome(answer.reward) for answer in completions)
 
 
 def make_rewarder(config: RunConfig, judges: Judges | None = None) -> Rewarder | SeveralRewards | FixedReward:

@@ -54,9 +54,9 @@ def packed(value: Any, refer: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, dict):
         items: Any = value.items()  # pyright: ignore[reportUnknownVariableType]
-        return {"dict": [[packed(key, refer), packed(one, refer)] for key, one in items]}
+        return {"dict": [[packed(key, refer), packed(item, refer)] for key, item in items]}
     name = next((name for name, kind in KINDS.items() if isinstance(value, kind)), "")
-    return {name: [packed(one, refer) for one in value]} if name else {"object": refer(value)}
+    return {name: [packed(item, refer) for item in value]} if name else {"object": refer(value)}
 
 
 def unpacked(form: Any, resolve: Callable[[Any], Any]) -> Any:
@@ -67,8 +67,8 @@ def unpacked(form: Any, resolve: Callable[[Any], Any]) -> Any:
     if kind == "object":
         return resolve(inner)
     if kind == "dict":
-        return {unpacked(key, resolve): unpacked(one, resolve) for key, one in inner}
-    return KINDS[kind](unpacked(one, resolve) for one in inner)
+        return {unpacked(key, resolve): unpacked(item, resolve) for key, item in inner}
+    return KINDS[kind](unpacked(item, resolve) for item in inner)
 
 
 def received(channel: socket.socket, until_s: float, end: bytes = b"\n") -> bytes:
@@ -77,13 +77,13 @@ def received(channel: socket.socket, until_s: float, end: bytes = b"\n") -> byte
     while not (end and data.endswith(end)):
         channel.settimeout(max(until_s - time.monotonic(), 1e-3))
         try:
-            more = channel.recv(1 << 16)
+            chunk = channel.recv(1 << 16)
         except OSError as error:
             raise Gone from error
-        data += more
-        if len(data) > MAX_BYTES or (end and not more):
+        data += chunk
+        if len(data) > MAX_BYTES or (end and not chunk):
             raise Gone
-        if not more:
+        if not chunk:
             break
     return bytes(data)
 
@@ -104,24 +104,24 @@ def start_answers(control: socket.socket) -> None:
             os.waitpid(child, 0)
         if not kind:
             os._exit(0)
-        ready, begun = os.pipe()
+        ready, started = os.pipe()
         child = os.fork()
         if not child:
             os.setsid()
-            os.close(begun)
+            os.close(started)
             control.close()
             if kind == b"i":
                 read_and_write(code, *descriptors)
             else:
                 answer_calls(code, *descriptors)
-        os.close(begun)
+        os.close(started)
         os.read(ready, 1)  # until it has a group to kill
-        for one in (ready, *descriptors):
-            os.close(one)
+        for descriptor in (ready, *descriptors):
+            os.close(descriptor)
 
 
-def read_and_write(code: str, given: int, channel: int) -> None:
-    os.dup2(given, 0)
+def read_and_write(code: str, stdin: int, channel: int) -> None:
+    os.dup2(stdin, 0)
     os.dup2(channel, 1)
     os.closerange(3, 64)
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8")
@@ -144,13 +144,13 @@ def answer_calls(code: str, channel: int) -> None:
     exec(compile(code, NAME, "exec"), module.__dict__)  # noqa: S102
     with socket.socket(fileno=channel) as runner:
         while True:
-            how, arguments = json.loads(received(runner, time.monotonic() + 1e6))
+            act, arguments = json.loads(received(runner, time.monotonic() + 1e6))
             try:
-                args, more = (unpacked(one, resolve) for one in arguments)
-                told = {"value": packed(ACTS[how](*args, **more), refer)}
+                args, named = (unpacked(form, resolve) for form in arguments)
+                reply = {"value": packed(ACTS[act](*args, **named), refer)}
             except BaseException as error:  # noqa: BLE001 -- the test is to see it
-                told = {"raised": type(error).__name__, "text": str(error)[:500]}
-            runner.sendall(json.dumps(told).encode() + b"\n")
+                reply = {"raised": type(error).__name__, "text": str(error)[:500]}
+            runner.sendall(json.dumps(reply).encode() + b"\n")
 
 
 # -- the runner's side -------------------------------------------------------------------------------------------------
@@ -164,38 +164,38 @@ class RunningAnswer:
         self._channel: socket.socket | None = None
         self.until_s = 0.0
 
-    def _started(self, kind: bytes, *given: int) -> socket.socket:
+    def _started(self, kind: bytes, *descriptors: int) -> socket.socket:
         if time.monotonic() >= self.until_s:
             raise Gone("there is no time left")
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [kind], [*given, theirs.fileno()])
+            socket.send_fds(self._control, [kind], [*descriptors, theirs.fileno()])
         return ours
 
-    def written(self, given: str) -> str:
+    def written(self, stdin: str) -> str:
         """What it writes, for what it reads. Raises Gone."""
         file = os.memfd_create("stdin")
-        os.write(file, given.encode())
+        os.write(file, stdin.encode())
         os.lseek(file, 0, os.SEEK_SET)
         with self._started(b"i", file) as channel:
             os.close(file)
             return received(channel, self.until_s, b"").decode(errors="replace")
 
-    def asked(self, how: str, *args: Any, **more: Any) -> Any:
+    def asked(self, act: str, *args: Any, **named: Any) -> Any:
         """Raises what the answer raised, Gone, or BadTests for arguments that cannot be sent."""
-        line = json.dumps([how, [packed(list(args), reference_of), packed(more, reference_of)]]).encode() + b"\n"
+        line = json.dumps([act, [packed(list(args), reference_of), packed(named, reference_of)]]).encode() + b"\n"
         self._channel = self._channel or self._started(b"c")
         try:
             self._channel.sendall(line)
-            told = json.loads(received(self._channel, self.until_s))
-            value = unpacked(told.get("value"), lambda reference: StandIn(self, reference))
-            kind = getattr(builtins, str(told.get("raised")), RuntimeError)
+            reply = json.loads(received(self._channel, self.until_s))
+            value = unpacked(reply.get("value"), lambda reference: StandIn(self, reference))
+            kind = getattr(builtins, str(reply.get("raised")), RuntimeError)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, Gone) as cause:
             self._channel.close()
             self._channel = None
             raise Gone("the answer's process ended, took too long or said nonsense") from cause
-        if "raised" in told:
-            raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(told.get("text"))
+        if "raised" in reply:
+            raise (kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError)(reply.get("text"))
         return value
 
 
@@ -210,8 +210,8 @@ class StandIn:
             raise AttributeError(name)
         return self._answer.asked("getattr", self, name)
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        return self._answer.asked("call", self, *args, **more)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._answer.asked("call", self, *args, **named)
 
     def __getitem__(self, key: Any) -> Any:
         return self._answer.asked("getitem", self, key)
@@ -245,25 +245,25 @@ class Names(dict[str, "Any"]):
         return __import__(name) if name in sys.stdlib_module_names else StandIn(self._answer, name)
 
 
-def tests_of_pairs(told: dict[str, Any], answer: RunningAnswer) -> Iterator[Callable[[], Any]]:
+def tests_of_pairs(task: dict[str, Any], answer: RunningAnswer) -> Iterator[Callable[[], Any]]:
     """Inputs and what is to be written, or arguments and what is to be returned, as JSON has it."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().split("\n")]
 
-    def check(given: Any, expected: Any) -> None:
-        if not told["fn"]:
-            assert lines(answer.written(given)) == lines(expected)
+    def check(inputs: Any, expected: Any) -> None:
+        if not task["fn"]:
+            assert lines(answer.written(inputs)) == lines(expected)
             return
         try:
-            value = StandIn(answer, told["fn"])(*given)
+            value = StandIn(answer, task["fn"])(*inputs)
         except AttributeError:  # there is none: a method of LeetCode's class
-            value = getattr(StandIn(answer, "Solution")(), told["fn"])(*given)
+            value = getattr(StandIn(answer, "Solution")(), task["fn"])(*inputs)
         value = json.loads(json.dumps(value))
         assert value == expected or [value] == expected
 
-    for given, expected in told["pairs"]:
-        yield lambda given=given, expected=expected: check(given, expected)
+    for inputs, expected in task["pairs"]:
+        yield lambda inputs=inputs, expected=expected: check(inputs, expected)
 
 
 def tests_of_text(text: str, answer: RunningAnswer) -> Iterator[Callable[[], Any]]:
@@ -313,17 +313,17 @@ def run_pytest(text: str, answer: RunningAnswer, begin: Callable[[], None]) -> l
     return list(passed.values())
 
 
-def judge(told: dict[str, Any], answer: RunningAnswer) -> list[bool]:
-    last_s = time.monotonic() + told["total_seconds"]
+def judge(task: dict[str, Any], answer: RunningAnswer) -> list[bool]:
+    last_s = time.monotonic() + task["total_seconds"]
 
     def begin() -> None:
-        answer.until_s = min(time.monotonic() + told["seconds"], last_s)
+        answer.until_s = min(time.monotonic() + task["seconds"], last_s)
 
-    if told["kind"] == "pytest":
-        return run_pytest(told["text"], answer, begin)
+    if task["kind"] == "pytest":
+        return run_pytest(task["text"], answer, begin)
     begin()
     passed: list[bool] = []
-    for test in tests_of_pairs(told, answer) if told["kind"] == "pairs" else tests_of_text(told["text"], answer):
+    for test in tests_of_pairs(task, answer) if task["kind"] == "pairs" else tests_of_text(task["text"], answer):
         try:
             test()
         except BadTests:
@@ -343,18 +343,18 @@ def main() -> None:
         start_answers(theirs)
     theirs.close()
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    told = json.load(sys.stdin)
+    task = json.load(sys.stdin)
     verdict = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    verdict.write(f"{told['token']} begun\n")
+    verdict.write(f"{task['token']} begun\n")
     verdict.flush()
-    code = told["code"].encode()
+    code = task["code"].encode()
     control.sendall(len(code).to_bytes(4, "big") + code)
     try:
-        found: dict[str, Any] = {"passed": judge(told, RunningAnswer(control))}
+        verdict_fields: dict[str, Any] = {"passed": judge(task, RunningAnswer(control))}
     except BadTests as fault:
-        found = {"fault": str(fault)}
-    verdict.write(f"{told['token']} {json.dumps(found)}\n")
+        verdict_fields = {"fault": str(fault)}
+    verdict.write(f"{task['token']} {json.dumps(verdict_fields)}\n")
 
 
 if __name__ == "__main__":

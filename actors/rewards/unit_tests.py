@@ -75,12 +75,12 @@ def unit_test_options(args: Mapping[str, Any], key: str = "reward.args") -> Unit
 def tests_of(label: str) -> dict[str, Any]:
     """As the runner takes them. Raises ValueError where there are none."""
     try:
-        told: Any = msgspec.json.decode(label)
+        tests: Any = msgspec.json.decode(label)
     except msgspec.DecodeError:
-        told = label
-    if isinstance(told, dict):
-        return _pairs(cast("dict[str, Any]", told))
-    entries: list[Any] = cast("list[Any]", told) if isinstance(told, list) else [label]
+        tests = label
+    if isinstance(tests, dict):
+        return _pairs(cast("dict[str, Any]", tests))
+    entries: list[Any] = cast("list[Any]", tests) if isinstance(tests, list) else [label]
     if entries and all(isinstance(entry, dict) for entry in entries):
         return _pairs(_columns(entries))
     text = "\n".join(map(str, entries))
@@ -103,32 +103,38 @@ def _is_idle(node: ast.stmt) -> bool:
 
 def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """LiveCodeBench's list of tests, each with its input and output."""
-    kind, more = entries[0].get("testtype"), entries[0].get("metadata")
-    fn = entries[0].get("fn_name") or (cast("dict[str, Any]", more).get("func_name") if isinstance(more, dict) else "")
-    if any(not {"input", "output"} <= entry.keys() for entry in entries) or (kind == "functional" and not fn):
+    kind, metadata = entries[0].get("testtype"), entries[0].get("metadata")
+    function = entries[0].get("fn_name") or (
+        cast("dict[str, Any]", metadata).get("func_name") if isinstance(metadata, dict) else ""
+    )
+    if any(not {"input", "output"} <= entry.keys() for entry in entries) or (kind == "functional" and not function):
         raise ValueError("the label's tests lack input, output, or fn_name where testtype is functional")
-    return {"fn_name": fn, **{f"{name}s": [entry[name] for entry in entries] for name in ("input", "output")}}
+    return {"fn_name": function, **{f"{name}s": [entry[name] for entry in entries] for name in ("input", "output")}}
 
 
-def _pairs(told: dict[str, Any]) -> dict[str, Any]:
-    given, expected, fn = told.get("inputs"), told.get("outputs"), told.get("fn_name") or ""
-    if not isinstance(given, list) or not isinstance(expected, list) or len(given) != len(expected):  # pyright: ignore[reportUnknownArgumentType]
+def _pairs(tests: dict[str, Any]) -> dict[str, Any]:
+    inputs, outputs, fn = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name") or ""
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError("the label has no lists inputs and outputs of equal length")
-    found = zip(cast("list[Any]", given), cast("list[Any]", expected), strict=True)
-    return {"kind": "pairs", "fn": fn, "pairs": [_call(*one) if fn else tuple(map(_text, one)) for one in found]}
+    pairs = zip(cast("list[Any]", inputs), cast("list[Any]", outputs), strict=True)
+    return {"kind": "pairs", "fn": fn, "pairs": [_call(*pair) if fn else tuple(map(_text, pair)) for pair in pairs]}
 
 
-def _call(given: Any, expected: Any) -> tuple[Any, Any]:
+def _call(arguments: Any, expected: Any) -> tuple[Any, Any]:
     """LiveCodeBench writes both as JSON, an argument a line."""
-    args: Any = [msgspec.json.decode(line) for line in given.splitlines() if line] if isinstance(given, str) else given
+    args: Any = (
+        [msgspec.json.decode(line) for line in arguments.splitlines() if line]
+        if isinstance(arguments, str)
+        else arguments
+    )
     if not isinstance(args, list):
         raise ValueError("the label's inputs are no lists of arguments")  # noqa: TRY004
-    is_json = isinstance(given, str) and isinstance(expected, str)
+    is_json = isinstance(arguments, str) and isinstance(expected, str)
     return cast("Any", args), msgspec.json.decode(expected) if is_json else expected
 
 
-def _text(one: Any) -> str:
-    return "\n".join(map(str, cast("list[object]", one))) if isinstance(one, list) else str(one)
+def _text(value: Any) -> str:
+    return "\n".join(map(str, cast("list[object]", value))) if isinstance(value, list) else str(value)
 
 
 def unit_tests_reward(
@@ -141,15 +147,15 @@ def unit_tests_reward(
         memory_gb=options.memory_gb, num_processes=NUM_PROCESSES,
     )  # fmt: skip
 
-    def job(scratch: Path, told: dict[str, Any]) -> Job:
-        has_packages = options.packages or told["kind"] == "pytest"
+    def job(scratch: Path, task: dict[str, Any]) -> Job:
+        has_packages = options.packages or task["kind"] == "pytest"
         python = "python3" if options.image else sys.executable if has_packages else os.path.realpath(sys.executable)
         paths = [path for path in (sys.prefix, *sys.path) if path.endswith("-packages") or path == sys.prefix]
         return Job(
             command=(python, "-I", *(() if has_packages else ("-S",)), "-c", RUNNER),
             scratch=scratch, scratch_mb=SCRATCH_MB, visible=tuple(paths) if has_packages and not options.image else (),
             env={"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch)},
-            stdin=msgspec.json.encode(told), limits=limits,
+            stdin=msgspec.json.encode(task), limits=limits,
         )  # fmt: skip
 
     async def unit_tests(completion: Completion) -> float:
@@ -158,10 +164,10 @@ def unit_tests_reward(
         if not read or not (code := fenced_code(read)).strip():
             return 0.0
         token = secrets.token_hex()
-        told = {**tests, "token": token, "code": code}
-        told |= {"seconds": options.seconds, "total_seconds": options.total_seconds}
+        task = {**tests, "token": token, "code": code}
+        task |= {"seconds": options.seconds, "total_seconds": options.total_seconds}
         async with scratch_folder() as scratch:
-            end = await box.run(job(scratch, told))
+            end = await box.run(job(scratch, task))
         lines = [line.removeprefix(token) for line in end.output.splitlines() if line.startswith(token)]
         if not lines:
             raise ValueError(f"the sandbox did not start: {end.words}: {end.output[-500:]}")

@@ -99,11 +99,15 @@ def is_async(fn: Callable[..., Any]) -> bool:
 
 def named_code(name: str, expected: Expected) -> Callable[..., Any]:
     """What a name says, imported. Raises ConfigError, UserCodeError."""
-    where, colon, attr = name.rpartition(":")
-    if not colon or not where or not attr:
+    module_name, colon, attr = name.rpartition(":")
+    if not colon or not module_name or not attr:
         raise ConfigError(f'{expected.key} = "{name}" is not a function name', remedy="write module:function")
-    module = _module_of_file(where, expected) if where.endswith(".py") else _module_of_name(where, expected)
-    return _attribute(module, where, attr, expected)
+    module = (
+        _module_of_file(module_name, expected)
+        if module_name.endswith(".py")
+        else _module_of_name(module_name, expected)
+    )
+    return _attribute(module, module_name, attr, expected)
 
 
 def source_digest(fn: Callable[..., Any]) -> str:
@@ -144,9 +148,9 @@ def import_raised(key: str, name: str, cause: str, place: str) -> UserCodeError:
     return UserCodeError(f"{key}: importing {name} raised {cause}{f' ({place})' if place else ''}", remedy=remedy)
 
 
-def no_attribute(key: str, where: str, attr: str, part: str, known: Iterable[str]) -> ConfigError:
-    names = [name for name in known if not name.startswith("_")]
-    return ConfigError(f'{key}: {where} has no "{attr}"', remedy=suggest(part, names))
+def no_attribute(key: str, module_name: str, attr: str, part: str, names: Iterable[str]) -> ConfigError:
+    names = [name for name in names if not name.startswith("_")]
+    return ConfigError(f'{key}: {module_name} has no "{attr}"', remedy=suggest(part, names))
 
 
 def _module_of_file(name: str, expected: Expected) -> ModuleType:
@@ -172,9 +176,9 @@ def _module_of_file(name: str, expected: Expected) -> ModuleType:
 def _find_neighbours(folder: str) -> None:
     """Modules beside a file come after installed ones, so that they shadow none, and before those of the current
     folder: a run's copy of a file has copies of its neighbours, and where the run was started are the originals."""
-    here = [one for one in sys.path if Path(one).resolve() == Path.cwd()]
-    others = [one for one in sys.path if one not in (*here, folder)]
-    sys.path[:] = [*others, folder, *(one for one in here if one != folder)]
+    here = [path for path in sys.path if Path(path).resolve() == Path.cwd()]
+    others = [path for path in sys.path if path not in (*here, folder)]
+    sys.path[:] = [*others, folder, *(path for path in here if path != folder)]
 
 
 def what_was_raised(error: BaseException) -> str:
@@ -184,11 +188,11 @@ def what_was_raised(error: BaseException) -> str:
 
 def place_raised(error: BaseException | None) -> str:
     """` at mine.py:18`: the line of the user's own file that raised it, or called what did; empty if there is none."""
-    files = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)] if error else []
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)] if error else []
     outside = [place for place in files if not place[0].startswith(PACKAGE)]
     outside = [place for place in outside if not place[0].startswith(LIBRARIES)] or outside
-    own = [place for place in outside if place[0] == outside[0][0]]
-    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    frames = [place for place in outside if place[0] == outside[0][0]]
+    return f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
 def words_of(error: BaseException) -> str:
@@ -212,19 +216,19 @@ def _raised(name: str, expected: Expected, error: Exception) -> UserCodeError:
     return import_raised(expected.key, name, cause, place)
 
 
-def _attribute(module: ModuleType, where: str, attr: str, expected: Expected) -> Callable[..., Any]:
-    found: Any = module
+def _attribute(module: ModuleType, module_name: str, attr: str, expected: Expected) -> Callable[..., Any]:
+    value: Any = module
     for part in attr.split("."):
-        if not hasattr(found, part):
-            known = [one for one in dir(found) if callable(getattr(found, one, None))]
-            raise no_attribute(expected.key, where, attr, part, known)
-        found = getattr(found, part)
-    if not callable(found):
+        if not hasattr(value, part):
+            known = [one for one in dir(value) if callable(getattr(value, one, None))]
+            raise no_attribute(expected.key, module_name, attr, part, known)
+        value = getattr(value, part)
+    if not callable(value):
         raise ConfigError(
-            f"{expected.key}: {where}:{attr} is of type {type(found).__name__}, not a function",
+            f"{expected.key}: {module_name}:{attr} is of type {type(value).__name__}, not a function",
             remedy=f"it must look like: {expected.signature}",
         )
-    return found
+    return value
 
 
 def _check_signature(name: str, fn: Callable[..., Any], expected: Expected, args: Mapping[str, Any]) -> None:
@@ -239,18 +243,22 @@ def check_call(
     name: str, signature: inspect.Signature | None, expected: Expected, args: Iterable[str], *, is_async: bool
 ) -> None:
     """Raise ConfigError unless such a function can be called as expected, with the run file's arguments."""
-    like, given = f"it must look like: {expected.signature}", tuple(args)
+    like, arguments = f"it must look like: {expected.signature}", tuple(args)
     if expected.must_be_plain and is_async:
         raise ConfigError(f'{expected.key} = "{name}" is an async function', remedy=like)
     try:
         if signature is not None:
-            signature.bind(*([None] * expected.num_args), **dict.fromkeys(given))
+            signature.bind(*([None] * expected.num_args), **dict.fromkeys(arguments))
     except TypeError as error:
         table = f"{expected.key.removesuffix('.fn')}{'.' if expected.key.endswith('.fn') else '_'}args"
         called = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''} and what {table} holds"
-        known = tuple(signature.parameters) if signature is not None else ()
-        near = [f'did you mean "{nearest(one, known)}"?' for one in given if one not in known and nearest(one, known)]
+        parameters = tuple(signature.parameters) if signature is not None else ()
+        near = [
+            f'did you mean "{nearest(argument, parameters)}"?'
+            for argument in arguments
+            if argument not in parameters and nearest(argument, parameters)
+        ]
         raise ConfigError(
             f'{expected.key} = "{name}" has the signature {signature}: {error}',
-            remedy=" ".join((*near, f"{like}, {called}: {', '.join(given) or 'nothing'}")),
+            remedy=" ".join((*near, f"{like}, {called}: {', '.join(arguments) or 'nothing'}")),
         ) from error

@@ -285,7 +285,7 @@ class WorkerPool:
     def resize(self, num: int) -> None:
         """So many workers at most. Surplus ones get no further calls, and end with those that they have."""
         self.max_workers = num
-        for worker in sorted(self._fit(), key=lambda one: -len(one.calls))[num:]:
+        for worker in sorted(self._fit(), key=lambda worker: -len(worker.calls))[num:]:
             worker.is_retired = True
             _mind(worker)
 
@@ -295,7 +295,7 @@ class WorkerPool:
             num_lost = 0
             while True:
                 fit = self._fit()
-                least = min(fit, key=lambda one: len(one.calls), default=None)
+                least = min(fit, key=lambda worker: len(worker.calls), default=None)
                 if not is_alone and least and (len(least.calls) < self.max_calls or len(fit) >= self.max_workers):
                     return least
                 if self.is_closed:
@@ -321,7 +321,11 @@ class WorkerPool:
 
     def _fit(self) -> list[UserProcess]:
         """Workers that take calls."""
-        return [one for one in self.workers if one.is_ready and one.is_alive and not (one.is_alone or one.is_retired)]
+        return [
+            worker
+            for worker in self.workers
+            if worker.is_ready and worker.is_alive and not (worker.is_alone or worker.is_retired)
+        ]
 
     async def _live(self, worker: UserProcess, started: asyncio.Future[None]) -> None:
         try:
@@ -400,7 +404,7 @@ class WorkerPool:
             await asyncio.wait(workers.values(), timeout=self.grace_s)
         for worker in workers:
             worker.kill()
-        await asyncio.gather(*(one.gone() for one in workers), *workers.values(), return_exceptions=True)
+        await asyncio.gather(*(worker.gone() for worker in workers), *workers.values(), return_exceptions=True)
 
 
 def _mind(worker: UserProcess) -> None:
@@ -552,18 +556,18 @@ def _above(frame: FrameType | None) -> Iterator[FrameType]:
 def _awaited(coro: Any) -> Iterable[FrameType]:
     frames: list[FrameType] = []
     while coro is not None:
-        frames += [one for name in ("cr_frame", "gi_frame", "ag_frame") if (one := getattr(coro, name, None))]
+        frames += [part for name in ("cr_frame", "gi_frame", "ag_frame") if (part := getattr(coro, name, None))]
         names = ("cr_await", "gi_yieldfrom", "ag_await")
-        coro = next((one for name in names if (one := getattr(coro, name, None)) is not None), None)
+        coro = next((part for name in names if (part := getattr(coro, name, None)) is not None), None)
     return reversed(frames)
 
 
 def user_place(frames: Iterable[FrameType]) -> str:
     """`Env.step (env.py:22)`: the innermost frame of the user's own code, else of a library; empty: there is none."""
-    outside = [one for one in frames if not one.f_code.co_filename.startswith(PACKAGE)]
-    own = [one for one in outside if not one.f_code.co_filename.startswith(LIBRARIES)]
-    for one in own or outside:
-        return f"{one.f_code.co_qualname} ({Path(one.f_code.co_filename).name}:{one.f_lineno})"
+    outside_frames = [frame for frame in frames if not frame.f_code.co_filename.startswith(PACKAGE)]
+    own_frames = [frame for frame in outside_frames if not frame.f_code.co_filename.startswith(LIBRARIES)]
+    for frame in own_frames or outside_frames:
+        return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
     return ""
 
 
@@ -574,11 +578,11 @@ class CallThreads(ThreadPoolExecutor):
         threads = call.threads if (call := CALL.get()) is not None else set[int]()
 
         def run() -> T:
-            threads.add(own := threading.get_ident())
+            threads.add(thread := threading.get_ident())
             try:
                 return fn(*args, **kwargs)
             finally:
-                threads.discard(own)
+                threads.discard(thread)
 
         return super().submit(run)
 

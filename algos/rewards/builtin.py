@@ -35,8 +35,8 @@ def exact(completion: Completion, *, ignore_case: bool = False) -> float:
         joined = " ".join(text.split())
         return joined.casefold() if ignore_case else joined
 
-    given = {plain(read_answer(completion.text).text), plain(completion.text)}
-    return float(not given.isdisjoint(map(plain, accepted_labels(completion.label))))
+    answers = {plain(read_answer(completion.text).text), plain(completion.text)}
+    return float(not answers.isdisjoint(map(plain, accepted_labels(completion.label))))
 
 
 def numeric(completion: Completion, *, tolerance: float | None = None, absolute: float = 0.0) -> float:
@@ -44,21 +44,21 @@ def numeric(completion: Completion, *, tolerance: float | None = None, absolute:
     label that is a whole number is met exactly, others to 1e-6. A marked answer is one number, with a unit or `x =` if
     it likes, or wrong; in unmarked text the last number counts. Raises ValueError for a label that is no number."""
     quantities = (parse_quantity(answer_of_label(label)) for label in labels_of_numbers(completion.label))
-    wanted = [quantity for quantity in quantities if quantity is not None]
-    if not wanted:
+    expected = [quantity for quantity in quantities if quantity is not None]
+    if not expected:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
-    given = _quantity_of(read_answer(completion.text))
-    if given is None:
+    answer = _quantity_of(read_answer(completion.text))
+    if answer is None:
         return 0.0
-    limits = [TOLERANCE if one.value.denominator > 1 else Fraction(0) for one in wanted]
-    limits = limits if tolerance is None else [Fraction(tolerance)] * len(wanted)
-    pairs = zip(wanted, limits, strict=True)
-    return float(any(given.equals(one, relative=limit, absolute=Fraction(absolute)) for one, limit in pairs))
+    limits = [TOLERANCE if quantity.value.denominator > 1 else Fraction(0) for quantity in expected]
+    limits = limits if tolerance is None else [Fraction(tolerance)] * len(expected)
+    pairs = zip(expected, limits, strict=True)
+    return float(any(answer.equals(quantity, relative=limit, absolute=Fraction(absolute)) for quantity, limit in pairs))
 
 
 def _quantity_of(answer: JudgedText) -> Quantity | None:
-    whole = parse_quantity(answer.text)
-    return last_quantity(answer.text) if whole is None and not answer.is_marked else whole
+    quantity = parse_quantity(answer.text)
+    return last_quantity(answer.text) if quantity is None and not answer.is_marked else quantity
 
 
 def regex(completion: Completion, *, pattern: str) -> float:
@@ -66,8 +66,8 @@ def regex(completion: Completion, *, pattern: str) -> float:
     compiled = _compiled(pattern)
     if not compiled.groups:
         return float(compiled.search(completion.text) is not None)
-    found = deque(compiled.finditer(completion.text), maxlen=1)
-    return float(bool(found) and (found[0][1] or "").strip() == completion.label.strip())
+    matches = deque(compiled.finditer(completion.text), maxlen=1)
+    return float(bool(matches) and (matches[0][1] or "").strip() == completion.label.strip())
 
 
 def text_format(completion: Completion, *, pattern: str = DEFAULT_FORMAT) -> float:
@@ -130,10 +130,10 @@ def bind_builtin(
     """The named reward with its arguments, from `key` of the run file. `strip_thinking`: it reads only what follows a
     model's thoughts, unless its pattern speaks of them. Raises ConfigError for arguments that it does not take."""
     builtin = BUILTINS[name]
-    given = dict(args or {})
+    arguments = dict(args or {})
     if pattern and builtin.takes_pattern:
-        given["pattern"] = pattern
-    fn = bind(builtin.fn, given, key=key, what=f'reward "{name}"')
+        arguments["pattern"] = pattern
+    fn = bind(builtin.fn, arguments, key=key, what=f'reward "{name}"')
     is_stripped = strip_thinking and builtin.reads_answer and "think" not in pattern
     return partial(_after_thought, fn) if is_stripped else fn
 

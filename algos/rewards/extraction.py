@@ -79,8 +79,8 @@ class JudgedText:
 
 def opens_thought(prompt: str) -> bool:
     """Whether the text that was given to the model ends inside a thought that it has just begun."""
-    begun = deque(THOUGHT_BEGIN.finditer(prompt), maxlen=1)
-    return bool(begun) and not prompt[begun[0].end() :].strip()
+    openings = deque(THOUGHT_BEGIN.finditer(prompt), maxlen=1)
+    return bool(openings) and not prompt[openings[0].end() :].strip()
 
 
 def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
@@ -88,8 +88,8 @@ def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
     ended = deque(THOUGHT_END.finditer(text), maxlen=1)
     if begins_inside and not ended:
         return None
-    rest = text[ended[0].end() :] if ended else text
-    return None if THOUGHT_BEGIN.search(rest) else rest
+    answer = text[ended[0].end() :] if ended else text
+    return None if THOUGHT_BEGIN.search(answer) else answer
 
 
 def accepted_labels(label: str) -> tuple[str, ...]:
@@ -114,15 +114,15 @@ def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
     if not listed.startswith("[") or ('"' not in listed and not may_be_numbers):
         return ()
     try:
-        raw = [bytes(one).decode() for one in msgspec.json.decode(listed, type=list[msgspec.Raw])]
-        return tuple(msgspec.json.decode(one, type=str) if one.startswith('"') else one for one in raw)
+        raw = [bytes(entry).decode() for entry in msgspec.json.decode(listed, type=list[msgspec.Raw])]
+        return tuple(msgspec.json.decode(entry, type=str) if entry.startswith('"') else entry for entry in raw)
     except msgspec.DecodeError:
         return ()
 
 
 def boxed(text: str) -> str | None:
     r"""Content of the `\boxed{...}` that closes last, braces balanced; None without one."""
-    found: str | None = None
+    content: str | None = None
     opened: list[int] = []  # where the contents of each open brace begin; -1 for a brace that is not a box's
     for match in TOKENS.finditer(text):
         if match[1]:
@@ -132,27 +132,27 @@ def boxed(text: str) -> str | None:
         elif match[0] == "}" and opened:
             start = opened.pop()
             if start >= 0:
-                found = text[start : match.start()]
-    return found.strip() if found is not None else None
+                content = text[start : match.start()]
+    return content.strip() if content is not None else None
 
 
 def after_marker(text: str) -> str | None:
     """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
     a marker. Where that is empty, the next line that is not, or the displayed formula."""
-    said = _last_marker(text)
-    return _marked_by(text, said) if said is not None else None
+    marker = _last_marker(text)
+    return _marked_by(text, marker) if marker is not None else None
 
 
 def in_tag(text: str) -> str | None:
     """Content of the last `<answer>...</answer>`; None without one."""
-    found: str | None = None
+    content: str | None = None
     opened = -1
     for tag in TAG.finditer(text):
         if not tag["close"]:
             opened = tag.end()
         elif opened >= 0:
-            found, opened = text[opened : tag.start()], -1
-    return found.strip() if found is not None else None
+            content, opened = text[opened : tag.start()], -1
+    return content.strip() if content is not None else None
 
 
 def fenced_code(text: str) -> str:
@@ -178,8 +178,8 @@ def fenced_code(text: str) -> str:
 
 def read_answer(text: str) -> JudgedText:
     """See the module's head."""
-    found = _marked(text)
-    return JudgedText(text.strip(), is_marked=False) if found is None else JudgedText(found, is_marked=True)
+    answer = _marked(text)
+    return JudgedText(text.strip(), is_marked=False) if answer is None else JudgedText(answer, is_marked=True)
 
 
 def answer_of_label(label: str) -> str:
@@ -191,33 +191,33 @@ def answer_of_label(label: str) -> str:
 def _marked(text: str) -> str | None:
     if (box := boxed(text)) is not None:
         return box
-    said = _last_marker(text)
-    if said is None:
+    marker = _last_marker(text)
+    if marker is None:
         return in_tag(text)
-    later = in_tag(text[said.start() :]) if not said["hash"] else None
-    return later if later is not None else _marked_by(text, said)
+    later = in_tag(text[marker.start() :]) if not marker["hash"] else None
+    return later if later is not None else _marked_by(text, marker)
 
 
 def _last_marker(text: str) -> re.Match[str] | None:
-    found = deque(SAID.finditer(text, max(len(text) - MARKED_CHARS, 0)), maxlen=1)
-    return found[0] if found else None
+    matches = deque(SAID.finditer(text, max(len(text) - MARKED_CHARS, 0)), maxlen=1)
+    return matches[0] if matches else None
 
 
-def _marked_by(text: str, said: re.Match[str]) -> str:
-    rest = text[said.end() :]
-    if said["hash"]:
-        line = rest.strip().partition("\n")[0].strip()
+def _marked_by(text: str, marker: re.Match[str]) -> str:
+    answer = text[marker.end() :]
+    if marker["hash"]:
+        line = answer.strip().partition("\n")[0].strip()
         tag = TAG.search(line)
         return line[: tag.start()].strip() if tag is not None else line
-    rest = rest.lstrip("}*_: \t\r\n：")
-    if text[: said.start()].endswith('"'):  # {"answer": 42}
-        return rest.partition("\n")[0].strip('", }')
-    if (tag := TAG.search(rest)) is not None:
-        rest = rest[: tag.start()]
+    answer = answer.lstrip("}*_: \t\r\n：")
+    if text[: marker.start()].endswith('"'):  # {"answer": 42}
+        return answer.partition("\n")[0].strip('", }')
+    if (tag := TAG.search(answer)) is not None:
+        answer = answer[: tag.start()]
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
-        if rest.startswith(opening) and (end := rest.find(closing, len(opening))) >= 0:
-            return rest[len(opening) : end].strip()
-    clause = _clause(rest.partition("\n")[0])
+        if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:
+            return answer[len(opening) : end].strip()
+    clause = _clause(answer.partition("\n")[0])
     while (lead := LEADING.match(clause)) is not None:
         clause = clause[lead.end() :]
     return clause.strip().strip("*_").strip()

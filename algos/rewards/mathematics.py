@@ -66,10 +66,12 @@ def math_equal(completion: Completion, *, seconds: int = SECONDS) -> float:
     for label in map(answer_of_label, accepted_labels(completion.label.strip())):
         judged = _at_once(label, answer)
         if isinstance(judged, _Pair):
-            wanted = _parsed(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
-            given = _parsed(judged.answer, seconds, is_whole=judged.is_whole) if wanted else []
-            num_read += bool(wanted)
-            judged = any(_is_equal(one, other, seconds) for one in wanted for other in given)
+            expected = _parsed(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
+            answers = _parsed(judged.answer, seconds, is_whole=judged.is_whole) if expected else []
+            num_read += bool(expected)
+            judged = any(
+                _is_equal(label_form, answer_form, seconds) for label_form in expected for answer_form in answers
+            )
         else:
             num_read += 1
         if judged:
@@ -84,8 +86,8 @@ def prepare() -> None:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for label, answer in ((r"\frac{1}{2}", r"\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), (r"(3,\infty)", "x>3")):
-        (one,), (other,) = (_parsed(latex, SECONDS, is_whole=True)[:1] for latex in (label, answer))
-        _is_equal(one, other, SECONDS)
+        (label_form,), (answer_form,) = (_parsed(latex, SECONDS, is_whole=True)[:1] for latex in (label, answer))
+        _is_equal(label_form, answer_form, SECONDS)
     used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -103,44 +105,48 @@ def _parsed(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
     return cast("list[Any]", parse(f"\\boxed{{{text}}}", kinds, parsing_timeout=seconds))
 
 
-def _is_equal(wanted: Any, given: Any, seconds: int) -> bool:
+def _is_equal(label: Any, answer: Any, seconds: int) -> bool:
     from math_verify import verify  # pyright: ignore[reportMissingTypeStubs]
 
-    sides = [] if _sides(wanted) else [side for side in _sides(given) if not side.free_symbols]
+    sides = [] if _sides(label) else [side for side in _sides(answer) if not side.free_symbols]
     return all(
-        verify(wanted, one, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=seconds)
-        for one in (given, *sides)
+        verify(label, side, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=seconds)
+        for side in (answer, *sides)
     )
 
 
-def _sides(of: Any) -> list[Any]:
-    parts: Sequence[Any] = [of] if _is_equation(of) else getattr(of, "_unsorted_args", ())
+def _sides(expression: Any) -> list[Any]:
+    parts: Sequence[Any] = [expression] if _is_equation(expression) else getattr(expression, "_unsorted_args", ())
     is_chain = all(map(_is_equation, parts)) and all(a.rhs == b.lhs for a, b in pairwise(parts))
     return [side for part in parts for side in part.args] if is_chain else []
 
 
-def _is_equation(of: Any) -> bool:
-    return getattr(of, "rel_op", "") == "=="  # sympy's
+def _is_equation(expression: Any) -> bool:
+    return getattr(expression, "rel_op", "") == "=="  # sympy's
 
 
 def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
     """The judgement, where it takes no algebra; else what is to be compared."""
     if label and _as_words(answer.text) == _as_words(label):
         return True
-    wanted = parse_quantity(label, may_have_name=False)
-    if wanted is not None and (given := parse_quantity(answer.text)) is not None:
-        return given.equals(wanted)
+    expected_number = parse_quantity(label, may_have_name=False)
+    if expected_number is not None and (number := parse_quantity(answer.text)) is not None:
+        return number.equals(expected_number)
     if not answer.is_marked:
-        said = last_quantity(answer.text[-TAIL_CHARS:])
-        if wanted is not None and said is not None and not are_same(said.unit, wanted.unit):
+        last_number = last_quantity(answer.text[-TAIL_CHARS:])
+        if (
+            expected_number is not None
+            and last_number is not None
+            and not are_same(last_number.unit, expected_number.unit)
+        ):
             return False
         tail = _in_latex(answer.text[-TAIL_CHARS:])
         tail = TAG.sub(" ", tail.replace("\\boxed{", ""))  # what does not close
         return _Pair(_for_library(label)[0], tail, is_whole=False)
     if len(answer.text) > MAX_ANSWER_CHARS:
         return False
-    (expected, unit), (text, other) = _for_library(label), _for_library(answer.text)
-    return _Pair(expected, text, is_whole=True) if are_same(unit, other) else False
+    (expected, unit), (text, answer_unit) = _for_library(label), _for_library(answer.text)
+    return _Pair(expected, text, is_whole=True) if are_same(unit, answer_unit) else False
 
 
 def _as_words(text: str) -> str:
@@ -157,10 +163,10 @@ def _for_library(text: str) -> tuple[str, Unit]:
     plain = _unwrapped(_in_latex(text))
     unit = NONE
     for pattern in (_UNIT, _UNIT_WORD):
-        if (found := pattern.search(plain)) is not None and found.start() > 0:
-            said = parse_unit(found[1])
-            if said is not None and (said.is_known or pattern is _UNIT):
-                plain, unit = plain[: found.start()], said
+        if (match := pattern.search(plain)) is not None and match.start() > 0:
+            parsed = parse_unit(match[1])
+            if parsed is not None and (parsed.is_known or pattern is _UNIT):
+                plain, unit = plain[: match.start()], parsed
                 break
     plain = _THOUSANDS.sub("", plain)
     plain = _RECURRING.sub(_as_fraction, _SCIENTIFIC.sub(r"\1\\times10^{\2}", plain))
@@ -176,13 +182,13 @@ def _unwrapped(text: str) -> str:
     return plain
 
 
-def _as_fraction(found: re.Match[str]) -> str:
-    if found.re is _RECURRING:
-        whole, places, again = found.groups()
-        value = Fraction(int(whole + places or "0"), 10 ** len(places))
+def _as_fraction(match: re.Match[str]) -> str:
+    if match.re is _RECURRING:
+        integer, places, again = match.groups()
+        value = Fraction(int(integer + places or "0"), 10 ** len(places))
         value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))
         power = ""
     else:
-        value, power = Fraction(found[1]), found[2] or ""
+        value, power = Fraction(match[1]), match[2] or ""
     fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     return f"({fraction}){power}" if power else fraction

@@ -13,6 +13,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
 MAX_UNIT_CHARS = 60
 _NAMES = """
@@ -84,41 +85,41 @@ def parse_unit(text: str, *, is_glued: bool = False) -> Unit | None:
     plain = _BELOW.sub(r"/\1", _MICRO.sub("µ", _UNIT_POWER.sub(r"^\1\2", plain.replace("\\Omega", "Ω"))))
     plain = re.sub(r"°\s*([CF])\b", r"°\1", plain)
     tokens = list(_TOKEN.finditer(plain))
-    if len(plain) > MAX_UNIT_CHARS or "".join(one[0] for one in tokens) != plain:
+    if len(plain) > MAX_UNIT_CHARS or "".join(token[0] for token in tokens) != plain:
         return None
     return _product(tokens, is_glued=is_glued and not is_text)
 
 
-def are_same(one: Unit, other: Unit) -> bool:
+def are_same(unit: Unit, expected: Unit) -> bool:
     """Whether nothing speaks against it: one of them is not said, or they mean the same."""
-    if not one or not other or one == other:
+    if not unit or not expected or unit == expected:
         return True
-    if one.is_known or other.is_known:
+    if unit.is_known or expected.is_known:
         return False
-    words, others = ({name for name, _ in unit} for unit in (one, other))
-    return words <= others or others <= words
+    names, expected_names = {name for name, _ in unit}, {name for name, _ in expected}
+    return names <= expected_names or expected_names <= names
 
 
 def _product(tokens: list[re.Match[str]], *, is_glued: bool) -> Unit | None:
     powers: dict[str, int] = {}
-    sign, next_power, last = 1, 1, ""
+    sign, next_power, previous = 1, 1, ""
     for token in tokens:
         word = (token["name"] or "").lower()
         if token["per"]:
             sign = -1
-        elif last and (token["power"] or word in _POWERS_BEHIND):
+        elif previous and (token["power"] or word in _POWERS_BEHIND):
             power = int(token["power"][1:]) if token["power"] else _POWERS_BEHIND[word]
-            powers[last] += (power - 1) * sign
+            powers[previous] += (power - 1) * sign
         elif word in _POWERS_BEFORE:
             next_power = _POWERS_BEFORE[word]
         elif word:
-            found = _known(token["name"], is_glued=is_glued)
-            if found is None:
+            unit = _known(token["name"], is_glued=is_glued)
+            if unit is None:
                 return None
-            if found in ("°C", "°F"):
+            if unit in ("°C", "°F"):
                 powers.pop("°", None)  # "degrees Celsius"
-            for last, power in _PRODUCTS.get(found, ((found, 1),)):
-                powers[last] = powers.get(last, 0) + sign * power * int(token["digit"] or next_power)
+            for previous, power in _PRODUCTS.get(unit, ((unit, 1),)):
+                powers[previous] = powers.get(previous, 0) + sign * power * int(token["digit"] or next_power)
             next_power = 1
     return Unit((name, power) for name, power in powers.items() if power) or None
 
@@ -131,9 +132,9 @@ def _known(name: str, *, is_glued: bool) -> str | None:
     is_latin = name.isascii() and name.isalpha()
     if is_latin and is_glued and len(name) == 1 and name not in _GLUED:
         return None
-    for one in (name, lower, lower.removesuffix("s")):
-        if one in _TABLE and (len(name) > 1 or one == name):
-            return _TABLE[one]
+    for spelling in (name, lower, lower.removesuffix("s")):
+        if spelling in _TABLE and (len(name) > 1 or spelling == name):
+            return _TABLE[spelling]
     if (is_latin and (is_glued or len(name) <= _SHORT)) or re.fullmatch(r"[\u0370-\u03ff]+", name):
         return None
     return lower.removesuffix("s") if is_latin else lower
@@ -241,15 +242,17 @@ class Quantity:
     value: Fraction
     unit: Unit = NONE
 
-    def equals(self, wanted: Quantity, *, relative: Fraction = Fraction(0), absolute: Fraction = Fraction(0)) -> bool:
+    def equals(self, expected: Quantity, *, relative: Fraction = Fraction(0), absolute: Fraction = Fraction(0)) -> bool:
         """Whether this is the wanted one: near enough, and of no other unit. 50 % is 50, and also 0.5."""
-        if not are_same(self.unit, wanted.unit):
+        if not are_same(self.unit, expected.unit):
             return False
-        mine, theirs = ((of.value, of.value / 100) if of.unit == PERCENT else (of.value,) for of in (self, wanted))
-        pairs = (
-            [(a, b) for a in mine for b in theirs] if len(mine) != len(theirs) else list(zip(mine, theirs, strict=True))
-        )
+        values, expected_values = self._readings(), expected._readings()
+        is_like = len(values) == len(expected_values)
+        pairs = zip(values, expected_values, strict=True) if is_like else product(values, expected_values)
         return any(close(a, b, relative=relative, absolute=absolute) for a, b in pairs)
+
+    def _readings(self) -> tuple[Fraction, ...]:
+        return (self.value, self.value / 100) if self.unit == PERCENT else (self.value,)
 
 
 PERCENT = Unit((("%", 1),))
@@ -261,7 +264,7 @@ def parse_quantity(text: str, *, may_have_name: bool = True) -> Quantity | None:
         return None
     plain = _unwrapped(_normalised(text))
     if may_have_name:  # it is one answer, so these are no two numbers
-        plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda of: of[0].replace(" ", ""), plain))
+        plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda match: match[0].replace(" ", ""), plain))
     while may_have_name and (name := NAME.match(plain)) is not None:
         plain = _unwrapped(plain[name.end() :])
     sign = plain[:1] if plain[:1] in ("+", "-") else ""
@@ -280,15 +283,15 @@ def last_quantity(text: str) -> Quantity | None:
     """The last number in running text with its unit, if that is a known one; or None. If the last number is in
     formulas, the last formula is judged whole, or what it ends with after a `=`."""
     plain = text[-TAIL_CHARS:].translate(TRANSLATED)
-    found = deque(IN_TEXT.finditer(plain), maxlen=1)
-    if not found:
+    matches = deque(IN_TEXT.finditer(plain), maxlen=1)
+    if not matches:
         return None
-    match = found[0]
+    match = matches[0]
     number = parse_quantity(match[0])
     if number is None or number.unit:
         return number
-    rest = SENTENCE_END.split(plain[match.end() : match.end() + MAX_UNIT_CHARS], maxsplit=1)[0].strip(" $*")
-    unit = parse_unit(rest, is_glued=not plain[match.end() : match.end() + 1].isspace()) if rest else None
+    behind = SENTENCE_END.split(plain[match.end() : match.end() + MAX_UNIT_CHARS], maxsplit=1)[0].strip(" $*")
+    unit = parse_unit(behind, is_glued=not plain[match.end() : match.end() + 1].isspace()) if behind else None
     return Quantity(number.value, unit) if unit is not None and unit.is_known else number
 
 
@@ -307,12 +310,12 @@ def _with_unit(plain: str, unit: Unit) -> Quantity | None:
         many = MULTIPLE.match(plain, end)
         if many is not None:
             value, end = value * MULTIPLES[many[1].lower()], many.end()
-        rest = plain[end:].strip()
-        if not rest or rest == "}" * (many is not None):
+        behind = plain[end:].strip()
+        if not behind or behind == "}" * (many is not None):
             return Quantity(value, unit)
-        more = parse_unit(rest, is_glued=plain[end : end + 1] == rest[:1])
-        if more is not None and (not unit or more == unit):
-            return Quantity(value, more or unit)
+        behind_unit = parse_unit(behind, is_glued=plain[end : end + 1] == behind[:1])
+        if behind_unit is not None and (not unit or behind_unit == unit):
+            return Quantity(value, behind_unit or unit)
     return None
 
 
@@ -352,25 +355,25 @@ def _is_whole(inner: str) -> bool:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    of = match.groupdict()
+    groups = match.groupdict()
     value: Fraction | None
-    if of.get("above") is not None:
-        value = _quotient(of["above"], of["below"])
-        if of.get("whole") is not None:
-            value = int(of["whole"]) + value if value is not None and 0 < value < 1 else None
-    elif of.get("head") is not None:
-        value = _recurring(of["head"], of["again1"] or of["again2"] or of["again3"] or "0")
-    elif any(of.get(f"p{i}") is not None for i in (1, 2, 3)):
-        value = _power(of)
+    if groups.get("above") is not None:
+        value = _quotient(groups["above"], groups["below"])
+        if groups.get("whole") is not None:
+            value = int(groups["whole"]) + value if value is not None and 0 < value < 1 else None
+    elif groups.get("head") is not None:
+        value = _recurring(groups["head"], groups["again1"] or groups["again2"] or groups["again3"] or "0")
+    elif any(groups.get(f"p{i}") is not None for i in (1, 2, 3)):
+        value = _power(groups)
     else:
-        value = _decimal(of["plain"])
-    return -value if value is not None and of["sign"].startswith("-") else value
+        value = _decimal(groups["plain"])
+    return -value if value is not None and groups["sign"].startswith("-") else value
 
 
-def _power(of: dict[str, str | None]) -> Fraction | None:
-    exponent = int(of["p1"] or of["p2"] or of["p3"] or "0")
-    base = _decimal(of.get("ten") or of.get("inner") or of.get("inner2") or of.get("base") or "")
-    factor = _decimal(of.get("factor") or "1")
+def _power(groups: dict[str, str | None]) -> Fraction | None:
+    exponent = int(groups["p1"] or groups["p2"] or groups["p3"] or "0")
+    base = _decimal(groups.get("ten") or groups.get("inner") or groups.get("inner2") or groups.get("base") or "")
+    factor = _decimal(groups.get("factor") or "1")
     if base is None or factor is None or (base == 0 and exponent < 0):
         return None
     if abs(exponent) * max(len(str(base.numerator)), len(str(base.denominator))) > 4 * MAX_DIGITS:
@@ -379,8 +382,8 @@ def _power(of: dict[str, str | None]) -> Fraction | None:
 
 
 def _recurring(head: str, again: str) -> Fraction:
-    whole, _, places = head.partition(".")
-    begin = Fraction(int(whole or "0")) + Fraction(int(places or "0"), 10 ** len(places))
+    integer, _, places = head.partition(".")
+    begin = Fraction(int(integer or "0")) + Fraction(int(places or "0"), 10 ** len(places))
     return begin + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))
 
 

@@ -62,7 +62,7 @@ def outcome_of(returned: object) -> RewardOutcome:
 def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]:
     """What a function of a whole group returned, as one outcome for each answer. Raises Unusable."""
     places = [f"answer {index}" for index in range(num_answers)]
-    return tuple(each_of(returned, places, "rewards", lambda one, _: outcome_of(one)))
+    return tuple(each_of(returned, places, "rewards", lambda entry, _: outcome_of(entry)))
 
 
 def each_of(returned: object, places: Sequence[str], what: str, judge: Callable[[object, int], T]) -> list[T]:
@@ -74,13 +74,13 @@ def each_of(returned: object, places: Sequence[str], what: str, judge: Callable[
     entries = list(cast("Iterable[object]", returned))
     if len(entries) != count:
         raise Unusable(f"returned {len(entries)} {what} for {count} {places[0].partition(' ')[0]}s")
-    found: list[T] = []
-    for index, one in enumerate(entries):
+    judged: list[T] = []
+    for index, entry in enumerate(entries):
         try:
-            found.append(judge(one, index))
+            judged.append(judge(entry, index))
         except Unusable as error:
             raise Unusable(f"{error}, for {places[index]}") from error
-    return found
+    return judged
 
 
 def is_in_order(value: object) -> bool:
@@ -94,8 +94,8 @@ def number_of(value: object, where: str = "") -> float:
     """A finite number that float32 holds, as a Python float. Raises Unusable."""
     scalar = _scalar(value)
     if scalar is None:
-        shape = f" and of shape {found}" if (found := _shape_of(value)) else ""
-        raise Unusable(f"returned a value of type {type(value).__name__}{shape}{where}, not a number")
+        shape_text = f" and of shape {shape}" if (shape := _shape_of(value)) else ""
+        raise Unusable(f"returned a value of type {type(value).__name__}{shape_text}{where}, not a number")
     try:
         number = float(scalar)
     except OverflowError:
@@ -138,7 +138,7 @@ def pass_at(k: int, num_solved: int, num_answers: int) -> float:
 def pass_rates(counts: Iterable[tuple[int, int]]) -> dict[int, float]:
     """K -> mean of pass@k over prompts, given (solved, answers) of each: for 1, 2, 4, ... up to the fewest answers that
     any prompt has. Empty without prompts."""
-    known = list(counts)
-    fewest = min((num_answers for _, num_answers in known), default=0)
+    pairs = list(counts)
+    fewest = min((num_answers for _, num_answers in pairs), default=0)
     ks = [1 << power for power in range(fewest.bit_length()) if 1 << power <= fewest]
-    return {k: sum(pass_at(k, solved, answers) for solved, answers in known) / len(known) for k in ks}
+    return {k: sum(pass_at(k, solved, answers) for solved, answers in pairs) / len(pairs) for k in ks}

@@ -83,8 +83,8 @@ FULL_WIDTH = str.maketrans(
 def f1(completion: Completion) -> float:
     """Harmonic mean of precision and recall of the answer's words, each counted as often as it occurs; case,
     punctuation and articles aside (the measure of SQuAD). Yes and no are right or wrong."""
-    given = _words(read_answer(completion.text).text)
-    return max(_overlap(given, _words(label)) for label in accepted_labels(completion.label))
+    answer = _words(read_answer(completion.text).text)
+    return max(_overlap(answer, _words(label)) for label in accepted_labels(completion.label))
 
 
 def choice(completion: Completion) -> float:
@@ -94,19 +94,19 @@ def choice(completion: Completion) -> float:
     correct"); else its last line that is a letter, the letter that it begins with if it is one line, its last letter in
     parentheses. Who names two has chosen none.
     """
-    wanted = {letter for label in accepted_labels(completion.label) if (letter := _letter(label)) is not None}
-    if not wanted:
+    letters = {letter for label in accepted_labels(completion.label) if (letter := _letter(label)) is not None}
+    if not letters:
         raise ValueError(f"the label {completion.label[:80]!r} is not the letter of a choice")
-    return float(_chosen(completion.text.translate(FULL_WIDTH)) in wanted)
+    return float(_chosen(completion.text.translate(FULL_WIDTH)) in letters)
 
 
-def _overlap(given: list[str], wanted: list[str]) -> float:
-    if given == wanted:
+def _overlap(answer: list[str], label: list[str]) -> float:
+    if answer == label:
         return 1.0
-    if not given or not wanted or VERDICTS & {" ".join(given), " ".join(wanted)}:
+    if not answer or not label or VERDICTS & {" ".join(answer), " ".join(label)}:
         return 0.0
-    shared = (Counter(given) & Counter(wanted)).total()
-    return 2 * shared / (len(given) + len(wanted))
+    shared = (Counter(answer) & Counter(label)).total()
+    return 2 * shared / (len(answer) + len(label))
 
 
 def _words(text: str) -> list[str]:
@@ -114,8 +114,8 @@ def _words(text: str) -> list[str]:
 
 
 def _letter(text: str | None) -> str | None:
-    found = CHOICE.fullmatch(text) if text is not None else None
-    return found[1].upper() if found else None
+    match = CHOICE.fullmatch(text) if text is not None else None
+    return match[1].upper() if match else None
 
 
 def _chosen(text: str) -> str | None:
@@ -126,9 +126,9 @@ def _chosen(text: str) -> str | None:
         if (letter := _letter(marked)) is not None:
             return letter
     tail = text[-TAIL_CHARS:]
-    if (said := deque(SAID.finditer(tail), maxlen=1)) and (found := said[0]):
-        letter = next(one for one in found.groups() if one is not None)
-        return None if HEDGED.match(tail, found.end(found.lastgroup or 0)) else letter.upper()
+    if (matches := deque(SAID.finditer(tail), maxlen=1)) and (match := matches[0]):
+        letter = next(group for group in match.groups() if group is not None)
+        return None if HEDGED.match(tail, match.end(match.lastgroup or 0)) else letter.upper()
     if (alone := _last(ALONE, tail)) is not None:
         return alone
     line = text.strip()
@@ -138,5 +138,5 @@ def _chosen(text: str) -> str | None:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> str | None:
-    found = deque(pattern.finditer(text), maxlen=1)
-    return found[0][1] if found else None
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0][1] if matches else None

@@ -174,7 +174,7 @@ class SglangEngine:
         self.pause_mode: PauseMode = options.pause_mode
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._routes = routes(self._http)
-        self._adapters = next((one for one in self._routes.values() if isinstance(one, AdapterRoute)), None)
+        self._adapters = next((route for route in self._routes.values() if isinstance(route, AdapterRoute)), None)
         self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
         self._sampling = ServerSampling()
         self._has_begun = False
@@ -253,8 +253,8 @@ class SglangEngine:
             async with self._looking:
                 is_still = self._is_parked or self._torn or self._committing.locked()
                 look_s = max(options.lost_after_s - (clock() - heard_s), min(LEAST_LOOK_S, options.lost_after_s))
-                found = await self._http.answer("/model_info" if is_still else "/health", min(LOOK_S, look_s))
-            heard_s, num_failed = (clock(), 0) if found.status == 200 else (heard_s, num_failed + 1)
+                answer = await self._http.answer("/model_info" if is_still else "/health", min(LOOK_S, look_s))
+            heard_s, num_failed = (clock(), 0) if answer.status == 200 else (heard_s, num_failed + 1)
         raise EngineError(
             f"{self._place}: no healthy answer for {clock() - heard_s:.0f} s",
             remedy="see the server's log; restart it",
@@ -272,29 +272,29 @@ class SglangEngine:
 
     def cut(self) -> None:
         """End all streams at once: their readers get an EngineError. For a server that is lost."""
-        for one in self._open:
-            if one.answer is not None:
-                one.answer.close()  # wakes its reader, which closing the session does not
+        for stream in self._open:
+            if stream.answer is not None:
+                stream.answer.close()  # wakes its reader, which closing the session does not
 
     # -- requests
 
     @contextmanager
     def _sent(self, request_id: str) -> Generator[_Open]:
         self._num_sent += 1
-        one = _Open(request_id, f"{request_id}{RID_END}{self._self_id}.{self._num_sent}{RID_END}")
-        self._open.append(one)
+        stream = _Open(request_id, f"{request_id}{RID_END}{self._self_id}.{self._num_sent}{RID_END}")
+        self._open.append(stream)
         try:
-            yield one
+            yield stream
         finally:
-            one.has_arrived.set()
-            self._open.remove(one)
+            stream.has_arrived.set()
+            self._open.remove(stream)
 
     async def _arrived(self, streams: Sequence[_Open]) -> None:
         """Wait until the server has these: what it has not seen it can neither abort nor pause."""
         try:
             async with asyncio.timeout(self._options.call_s):
-                for one in streams:
-                    await one.has_arrived.wait()
+                for stream in streams:
+                    await stream.has_arrived.wait()
         except TimeoutError as err:
             raise EngineError(
                 f"{self._place}: did not answer {len(streams)} requests within {self._options.call_s:g} s",
@@ -334,7 +334,7 @@ class SglangEngine:
 
     async def _parts(
         self,
-        mine: _Open,
+        stream: _Open,
         answer: aiohttp.ClientResponse,
         tokens: HeldTokens,
         parsed: Callable[[bytes], Iterator[T]],
@@ -345,13 +345,13 @@ class SglangEngine:
         what does not come from the other one; that raises EngineError."""
         async for data in answer.content.iter_any():
             for part in parsed(data):
-                if is_half and tokens.finish == "abort" and not mine.is_aborted:
+                if is_half and tokens.finish == "abort" and not stream.is_aborted:
                     raise EngineError(f"{tokens.place}: was given up: {tokens.why}", remedy="see the server's log")
                 yield part
                 if tokens.finish:
                     return
-            if mine.is_aborted:  # before the scheduler knew it, or it names an adapter
-                await self._http.post("/abort_request", {"rid": mine.rid})
+            if stream.is_aborted:  # before the scheduler knew it, or it names an adapter
+                await self._http.post("/abort_request", {"rid": stream.rid})
 
     def _place_of(self, request: GenerateRequest) -> str:
         return f"{self._place}: request {request.request_id!r}"
@@ -362,16 +362,18 @@ class SglangEngine:
     ) -> AsyncGenerator[tuple[_Open, aiohttp.ClientResponse]]:
         """The answer's stream, to be read until `tokens` know its end."""
         place, choices = self._place_of(request), self._options.choices
-        asked = self._sampling.meant(request, place)
+        sent_request = self._sampling.meant(request, place)
         adapter = "" if self._adapters is None else self._adapters.begun()
-        more = {**pair, "lora_path": adapter} if adapter else pair
+        fields = {**pair, "lora_path": adapter} if adapter else pair
         try:
             async with AsyncExitStack() as stack:
                 mine = stack.enter_context(self._sent(request.request_id))
                 answer = await stack.enter_async_context(
                     self._http.session.post(
                         f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
-                        data=request_body(asked, mine.rid, version, tells_experts=choices is not None, more=more),
+                        data=request_body(
+                            sent_request, mine.rid, version, tells_experts=choices is not None, fields=fields
+                        ),
                         headers=self._http.headers,
                         timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                     )
@@ -442,13 +444,13 @@ class SglangEngine:
     async def abort(self, request_id: str | None = None) -> None:
         """Abort one request, or all; their streams end with finish "abort". One that names an adapter is aborted
         with its next tokens: SGLang 0.5.17 keeps the adapters of those that it aborts in its queue for ever."""
-        meant = [one for one in self._open if request_id in (None, one.request_id)]
-        for one in meant:
-            one.is_aborted = True
-        await self._arrived(meant)
+        streams = [stream for stream in self._open if request_id in (None, stream.request_id)]
+        for stream in streams:
+            stream.is_aborted = True
+        await self._arrived(streams)
         if self._adapters is not None:
             return
-        for body in [{"abort_all": True}] if request_id is None else [{"rid": one.rid} for one in meant]:
+        for body in [{"abort_all": True}] if request_id is None else [{"rid": stream.rid} for stream in streams]:
             await self._http.post("/abort_request", body)
 
     # -- weights
@@ -565,10 +567,10 @@ class SglangEngine:
     async def info(self) -> EngineInfo:
         """Current state; `running` counts this client's requests that the server has, `waiting` those on their way.
         `version` is -1 while the server has a name instead of a number, and while its weights may be of none."""
-        served, num_arrived = await self._served_version(), sum(one.has_arrived.is_set() for one in self._open)
+        version, num_arrived = await self._served_version(), sum(stream.has_arrived.is_set() for stream in self._open)
         return EngineInfo(
             kind="sglang", vocab_size=self._options.vocab_size, context_length=self._context_length,
-            max_running=self._max_running, version=-1 if self._torn and not self._committing.locked() else served,
+            max_running=self._max_running, version=-1 if self._torn and not self._committing.locked() else version,
             running=num_arrived, waiting=len(self._open) - num_arrived, usage=self._usage,
         )  # fmt: skip
 
@@ -585,12 +587,12 @@ async def commit_together(engines: Sequence[SglangEngine], version: int) -> None
     any continues. WeightsRefused leaves the old version in every server: one of several refused the pause, or one that
     is alone the weights. Of several that load, each other one has the new version by then: that is an EngineError."""
     async with AsyncExitStack() as stack:
-        manifests = [await stack.enter_async_context(one.paused(version)) for one in engines]
-        loads = (one.load(manifest) for one, manifest in zip(engines, manifests, strict=True))
-        errors = [one for one in await asyncio.gather(*loads, return_exceptions=True) if one is not None]
+        manifests = [await stack.enter_async_context(engine.paused(version)) for engine in engines]
+        loads = (engine.load(manifest) for engine, manifest in zip(engines, manifests, strict=True))
+        errors = [error for error in await asyncio.gather(*loads, return_exceptions=True) if error is not None]
         if errors and len(engines) > 1 and isinstance(errors[0], WeightsRefused):
             raise EngineError(errors[0].message, remedy=errors[0].remedy) from errors[0]
         if errors:
             raise errors[0]
-        for one in engines:
-            one.serve(version)
+        for engine in engines:
+            engine.serve(version)

@@ -77,21 +77,21 @@ class SglangHttp:
         """Wait for a server that is loading; False: it is there and paused. Raises EngineError when it is not there in
         time. `/health` is answered by generating a token: a server that loads says no, one that is paused nothing."""
         look_s = min(LOOK_S, within_s / 3)
-        last = ServerAnswer(MODEL_ROUTE, error="nothing", is_absent=True)
+        last_answer = ServerAnswer(MODEL_ROUTE, error="nothing", is_absent=True)
         try:
             async with asyncio.timeout(within_s):
-                while (found := await self.answer("/health", look_s)).status != 200:
-                    if found.is_silent and (await self.answer(MODEL_ROUTE, look_s)).status == 200:
+                while (answer := await self.answer("/health", look_s)).status != 200:
+                    if answer.is_silent and (await self.answer(MODEL_ROUTE, look_s)).status == 200:
                         return False
-                    if not found.is_silent:
-                        last = await self.answer(MODEL_ROUTE, look_s)
-                        if not last.may_come and last.status != 200:
-                            self._refuse(*attach_fault(last, last))
+                    if not answer.is_silent:
+                        last_answer = await self.answer(MODEL_ROUTE, look_s)
+                        if not last_answer.may_come and last_answer.status != 200:
+                            self._refuse(*attach_fault(last_answer, last_answer))
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
                 f"{self.place}: no healthy answer within {within_s:g} s",
-                remedy=f"start the server, or mend engine.attach; {last.words()}",
+                remedy=f"start the server, or mend engine.attach; {last_answer.words()}",
             ) from err
         return True
 

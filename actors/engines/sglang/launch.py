@@ -76,9 +76,9 @@ class ServerCommand:
 class ServerProcess:
     """A running server. Built by `start_server`."""
 
-    def __init__(self, what: ServerCommand, process: Process) -> None:
+    def __init__(self, command: ServerCommand, process: Process) -> None:
         """`process`: the server's subreaper, also the leader of its group."""
-        self._what = what
+        self._command = command
         self._process = process
         self.pid = process.pid
 
@@ -93,24 +93,24 @@ class ServerProcess:
 
     async def tell_loading(self, tell: Callable[[str], None]) -> None:
         """Say what it does while it loads, by its log, until cancelled."""
-        text, said = "", ""
-        with self._what.log_path.open("rb") as log:
-            log.seek(self._what.log_start)
+        text, last_doing = "", ""
+        with self._command.log_path.open("rb") as log:
+            log.seek(self._command.log_start)
             while True:
                 text += log.read().decode(errors="replace")
-                doing = next((words for pattern, words in reversed(LOADING) if pattern.search(text)), "imports SGLang")
+                doing = next((stage for pattern, stage in reversed(LOADING) if pattern.search(text)), "imports SGLang")
                 counts = CAPTURED.findall(text)
                 if counts and doing == LOADING[1][1]:
                     doing += f": {counts[-1][0]} of {counts[-1][1]}"
-                if doing != said:
-                    said = doing
+                if doing != last_doing:
+                    last_doing = doing
                     tell(doing)
                 await asyncio.sleep(LOOK_S)
 
     def last_lines(self) -> str:
         """The end of its log, indented; empty when it wrote nothing."""
         try:
-            with self._what.log_path.open("rb") as log:
+            with self._command.log_path.open("rb") as log:
                 log.seek(max(os.fstat(log.fileno()).st_size - TAIL_BYTES, 0))
                 text = log.read().decode(errors="replace")
         except OSError as err:
@@ -118,15 +118,15 @@ class ServerProcess:
         lines = [line for line in text.splitlines() if line.strip()]
         return "".join(f"\n    {line[:500]}" for line in lines[-TAIL_LINES:])
 
-    def death(self, how: str, doing: str) -> MyxaError:
+    def death(self, end: str, doing: str) -> MyxaError:
         """What to raise when it ended on its own."""
         text = (
-            f"{self._what.name}: its server (pid {self.pid}) ended {doing} with {how}; the last lines of its log:"
+            f"{self._command.name}: its server (pid {self.pid}) ended {doing} with {end}; the last lines of its log:"
             f"{self.last_lines()}"
         )
-        if how == REFUSED_ARGUMENTS:
-            return ConfigError(text, remedy=f"mend [{self._what.key}]")
-        return EngineError(text, remedy=f"see {self._what.log_path}")
+        if end == REFUSED_ARGUMENTS:
+            return ConfigError(text, remedy=f"mend [{self._command.key}]")
+        return EngineError(text, remedy=f"see {self._command.log_path}")
 
     async def close(self) -> None:
         """SIGTERM, then SIGKILL for all that it started. Never raises; a second call does nothing."""
@@ -146,20 +146,20 @@ class ServerProcess:
             os.killpg(self.pid, number)
 
 
-async def start_server(what: ServerCommand) -> ServerProcess:
+async def start_server(server_command: ServerCommand) -> ServerProcess:
     """Start it, below a subreaper. Raises LaunchError when there can be no log."""
-    with raised_as(LaunchError, f"{what.name}: {what.log_path} cannot be made", OSError):
-        what.log_path.parent.mkdir(parents=True, exist_ok=True)
-        log = os.open(what.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
-    command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *what.command)
-    what = replace(what, log_start=os.fstat(log).st_size)
+    with raised_as(LaunchError, f"{server_command.name}: {server_command.log_path} cannot be made", OSError):
+        server_command.log_path.parent.mkdir(parents=True, exist_ok=True)
+        log = os.open(server_command.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
+    command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *server_command.command)
+    server_command = replace(server_command, log_start=os.fstat(log).st_size)
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=log, stderr=log, env=dict(what.env), start_new_session=True
+            *command, stdin=DEVNULL, stdout=log, stderr=log, env=dict(server_command.env), start_new_session=True
         )
     finally:
         os.close(log)
-    return ServerProcess(what, process)
+    return ServerProcess(server_command, process)
 
 
 @asynccontextmanager
@@ -241,11 +241,15 @@ class LaunchedSglang(SglangEngine):
     async def _start_server(self) -> EngineInfo:
         launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
-        with tempfile.TemporaryDirectory(prefix="myxa-sglang-") as text, _reserved() as port, _reserved() as other:
-            self.bootstrap_port, place = other if launch.kind == "prefill" else 0, Path(text)
+        with (
+            tempfile.TemporaryDirectory(prefix="myxa-sglang-") as folder,
+            _reserved() as port,
+            _reserved() as second_port,
+        ):
+            self.bootstrap_port, place = second_port if launch.kind == "prefill" else 0, Path(folder)
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
-            words = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
-            command = (launch.python, "-m", MODULE, *words, "--config", str(_write_keys(key, place)))
+            arguments = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
+            command = (launch.python, "-m", MODULE, *arguments, "--config", str(_write_keys(key, place)))
             env = hide_megatron(self._env, place)
             server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path, launch.key))
             self._server = server
@@ -291,7 +295,7 @@ class LaunchedSglang(SglangEngine):
         """End the server and everything it started. Never raises."""
         server, self._server = self._server, None
         # At the same time: the client's last calls go to a server that may not answer, and which is ended anyway.
-        await asyncio.gather(super().close(), *(one.close() for one in (server,) if one is not None))
+        await asyncio.gather(super().close(), *(process.close() for process in (server,) if process is not None))
 
     def memory_tags(self) -> tuple[TagReport, ...]:
         return super().memory_tags() if self._server is not None else self._launch.expects or ()
@@ -299,7 +303,7 @@ class LaunchedSglang(SglangEngine):
     def memory_pids(self) -> tuple[int, ...]:
         if self._server is not None:
             with suppress(psutil.Error):
-                return tuple(one.pid for one in psutil.Process(self._server.pid).children(recursive=True))
+                return tuple(process.pid for process in psutil.Process(self._server.pid).children(recursive=True))
         return ()
 
 
@@ -318,7 +322,7 @@ def server_values(
 ) -> dict[str, Any]:
     """ServerArgs field -> value: what the user said, and what is myxa's. Raises ConfigError for sizes that do not fit
     the actor's GPUs."""
-    own: dict[str, Any] = {
+    our_values: dict[str, Any] = {
         "model_path": launch.model_path,
         "host": LOOPBACK,
         "port": port,
@@ -328,16 +332,16 @@ def server_values(
         "max_running_requests": launch.max_running,
         **needs.own_arguments(),
     }
-    own |= SAVER_FIELDS if launch.expects is not None else {}
-    own |= {"context_length": launch.context_length} if launch.context_length else {}
-    own |= {} if launch.num_devices else {"device": "cpu"}
-    own |= {"base_gpu_id": launch.first_device} if launch.first_device else {}
-    own |= {"disaggregation_mode": launch.kind} if launch.kind != "regular" else {}
-    own |= {"disaggregation_bootstrap_port": bootstrap_port} if bootstrap_port else {}
+    our_values |= SAVER_FIELDS if launch.expects is not None else {}
+    our_values |= {"context_length": launch.context_length} if launch.context_length else {}
+    our_values |= {} if launch.num_devices else {"device": "cpu"}
+    our_values |= {"base_gpu_id": launch.first_device} if launch.first_device else {}
+    our_values |= {"disaggregation_mode": launch.kind} if launch.kind != "regular" else {}
+    our_values |= {"disaggregation_bootstrap_port": bootstrap_port} if bootstrap_port else {}
     values = {**DEFAULTS, **launch.table}
-    if launch.expects is not None and guesses_by({**values, **own}) in ("layers", "model"):
-        own["enable_draft_weights_cpu_backup"] = True  # no version brings all of them back
-    return values | check_sizes(ServerShape(launch.kind, launch.key, values), launch.num_devices) | own
+    if launch.expects is not None and guesses_by({**values, **our_values}) in ("layers", "model"):
+        our_values["enable_draft_weights_cpu_backup"] = True  # no version brings all of them back
+    return values | check_sizes(ServerShape(launch.kind, launch.key, values), launch.num_devices) | our_values
 
 
 def server_env(base: Mapping[str, str], python: str, *, has_gpus: bool) -> dict[str, str]:

@@ -52,35 +52,35 @@ class PairedSglang:
     async def _each(self, work: Callable[[SglangEngine], Coroutine[Any, Any, T]]) -> list[T]:
         """Of all servers at once; the first error ends the others, and is raised as it is."""
         async with unwrapped_group() as group:
-            running = [group.create_task(work(one)) for one in self._all]
-        return [one.result() for one in running]
+            tasks = [group.create_task(work(engine)) for engine in self._all]
+        return [task.result() for task in tasks]
 
     async def start(self) -> EngineInfo:
         """Start all servers; raises as one of them does, and then none is left."""
-        for one in self._all:
-            if isinstance(one, TellsLoading):
-                one.on_loading = lambda doing, name=one.name: self.on_loading(f"{name}: {doing}")
+        for engine in self._all:
+            if isinstance(engine, TellsLoading):
+                engine.on_loading = lambda doing, name=engine.name: self.on_loading(f"{name}: {doing}")
         try:
-            await self._each(lambda one: one.start())
+            await self._each(lambda engine: engine.start())
             return await self.info()
         except BaseException:
             await self.close()
             raise
 
     async def until_lost(self) -> None:
-        await self._each(lambda one: one.until_lost())
+        await self._each(lambda engine: engine.until_lost())
 
     async def close(self) -> None:
         """End all servers. Never raises."""
-        await asyncio.gather(*(one.close() for one in self._all))
+        await asyncio.gather(*(engine.close() for engine in self._all))
 
     # -- requests
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """By the prefill and the decode server that have fewest requests. Raises as they do."""
         with self._least(self._prefills) as prefill, self._least(self._decodes) as decode:
-            for one in (prefill, decode):
-                await one.until_whole(request)
+            for engine in (prefill, decode):
+                await engine.until_whole(request)
             version = min(prefill.version, decode.version)
             pair = {
                 "bootstrap_host": LOOPBACK,
@@ -108,49 +108,49 @@ class PairedSglang:
     @contextmanager
     def _least(self, servers: Sequence[SglangEngine]) -> Generator[SglangEngine]:
         """The one with fewest requests, and one more."""
-        chosen = min(servers, key=lambda one: self._num_open[one.name])
-        self._num_open[chosen.name] += 1
+        engine = min(servers, key=lambda engine: self._num_open[engine.name])
+        self._num_open[engine.name] += 1
         try:
-            yield chosen
+            yield engine
         finally:
-            self._num_open[chosen.name] -= 1
+            self._num_open[engine.name] -= 1
 
     async def abort(self, request_id: str | None = None) -> None:
         """Abort both halves of one request, or of all."""
-        await self._each(lambda one: one.abort(request_id))
+        await self._each(lambda engine: engine.abort(request_id))
 
     # -- weights
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
-        await self._each(lambda one: one.prepare_weights(manifest))
+        await self._each(lambda engine: engine.prepare_weights(manifest))
 
     async def commit_weights(self, version: int) -> None:
         """Raises EngineError if any server does not serve the version then; all stay paused."""
         await commit_together(self._all, version)
 
     def weight_progress(self) -> WeightProgress:
-        found = [(one.name, one.weight_progress()) for one in self._all]
+        by_name = {engine.name: engine.weight_progress() for engine in self._all}
         return WeightProgress(
-            at="; ".join(f"{name}: {progress.at}" for name, progress in found),
-            num_done=sum(progress.num_done for _, progress in found),
-            is_counted=all(progress.is_counted for _, progress in found),
+            at="; ".join(f"{name}: {progress.at}" for name, progress in by_name.items()),
+            num_done=sum(progress.num_done for progress in by_name.values()),
+            is_counted=all(progress.is_counted for progress in by_name.values()),
         )
 
     # -- questions
 
     async def info(self) -> EngineInfo:
         """Requests and usage are those of the decode servers. `version` is -1 while the servers have several."""
-        told = await self._each(lambda one: one.info())
-        writing, versions = told[len(self._prefills) :], {one.version for one in told}
+        infos = await self._each(lambda engine: engine.info())
+        writing, versions = infos[len(self._prefills) :], {info.version for info in infos}
         return EngineInfo(
             kind="sglang",
-            vocab_size=told[0].vocab_size,
-            context_length=min(one.context_length for one in told),
-            max_running=sum(one.max_running for one in writing),
+            vocab_size=infos[0].vocab_size,
+            context_length=min(info.context_length for info in infos),
+            max_running=sum(info.max_running for info in writing),
             version=versions.pop() if len(versions) == 1 else -1,
-            running=sum(one.running for one in writing),
-            waiting=sum(one.waiting for one in writing),
-            usage=sum((one.usage for one in writing), EngineUsage()),
+            running=sum(info.running for info in writing),
+            waiting=sum(info.waiting for info in writing),
+            usage=sum((info.usage for info in writing), EngineUsage()),
         )
 
 

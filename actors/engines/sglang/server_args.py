@@ -27,17 +27,17 @@ def tools_path(env: Mapping[str, str], python: str) -> str:
 
 def command_line(values: Mapping[str, Any]) -> list[str]:
     """Arguments for the server, by names of ServerArgs. What is false, and empty arrays, are left out."""
-    words: list[str] = []
+    arguments: list[str] = []
     for key, value in values.items():
         flag = "--" + key.replace("_", "-")
         if isinstance(value, list | tuple):
             items = [_word(item) for item in cast("list[Any]", value)]
-            words += [flag, *items] if items else []
+            arguments += [flag, *items] if items else []
         elif isinstance(value, bool):
-            words += [flag] if value else []
+            arguments += [flag] if value else []
         else:
-            words.append(f"{flag}={_word(value)}")
-    return words
+            arguments.append(f"{flag}={_word(value)}")
+    return arguments
 
 
 def _word(value: Any) -> str:
@@ -107,7 +107,7 @@ NO_GRAPHS = ("disable_cuda_graph", "disable_decode_cuda_graph", "cuda_graph_back
 def needed_modules(values: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
     """Those of `BACKEND_MODULES` that servers with these arguments look for."""
     has_graphs = not any(values.get(name) in (True, "disabled") for name in NO_GRAPHS)
-    return {name: known for name, known in BACKEND_MODULES.items() if has_graphs or name != "speculative_algorithm"}
+    return {name: modules for name, modules in BACKEND_MODULES.items() if has_graphs or name != "speculative_algorithm"}
 
 
 PAIR_DEFAULTS: Mapping[str, Any] = {"disaggregation_transfer_backend": "mooncake"}
@@ -133,17 +133,17 @@ def guesses_by(values: Mapping[str, Any]) -> Guesses:
     name, draft = guesser(values), values.get("speculative_draft_model_path")
     if name in ("", "NGRAM"):
         return "ngram" if name else ""
-    own = name in ("NEXTN", "EAGLE") and draft in (None, "", values.get("model_path"))
-    return "layers" if own and not values.get("enable_multi_layer_eagle") else "model"
+    has_own_layers = name in ("NEXTN", "EAGLE") and draft in (None, "", values.get("model_path"))
+    return "layers" if has_own_layers and not values.get("enable_multi_layer_eagle") else "model"
 
 
 def check_guesses(values: Mapping[str, Any], channel: str) -> None:
     """Raises ConfigError where new weights cannot come by this channel (`weights.channel`; empty: none come)."""
     by = guesses_by(values)
     if channel in WRITTEN_CHANNELS and by in ("ngram", "model"):
-        what = "overwrites its draft with the policy" if by == "model" else "ends"
+        setting = "overwrites its draft with the policy" if by == "model" else "ends"
         raise ConfigError(
-            f"sglang.speculative_algorithm = {guesser(values)}: SGLang {what} when new weights come as folders "
+            f"sglang.speculative_algorithm = {guesser(values)}: SGLang {setting} when new weights come as folders "
             f'(weights.channel = "{channel}")',
             remedy='use weights.channel "nccl" or "cuda_ipc" (name the GPUs of both roles), or guess with NEXTN',
         )
@@ -218,10 +218,10 @@ class SglangNeeds:
         has_modules = {"all", "all-linear"} & names or set(self.adapted) <= names
         is_enough = has_modules and (not isinstance(rank, int) or rank >= self.adapter_rank)
         if self.adapter_rank and not (facts.get("enable_lora") is True and is_enough):
-            wanted = " ".join(command_line({key: self.own_arguments()[key] for key in ADAPTER_ARGUMENTS}))
+            expected = " ".join(command_line({key: self.own_arguments()[key] for key in ADAPTER_ARGUMENTS}))
             raise ConfigError(
                 f"{place}: cannot hold the run's adapters",
-                remedy=f'start it with {wanted}, or set lora.rollout = "merged"',
+                remedy=f'start it with {expected}, or set lora.rollout = "merged"',
             )
 
 

@@ -165,8 +165,8 @@ class AdapterRoute(FolderRoute):
                 f"{self._base or 'model.path'} as it is",
                 remedy="start the server with that folder, and without a weight_version",
             )
-        left = () if self._has_begun else await self._names()
-        self._num_requests.update(dict.fromkeys((name for name in left if name.startswith(ADAPTER_NAME)), 1))
+        names = () if self._has_begun else await self._names()
+        self._num_requests.update(dict.fromkeys((name for name in names if name.startswith(ADAPTER_NAME)), 1))
         self._has_begun = True
         if len(self._num_requests) > MAX_ADAPTERS:
             raise EngineError(
@@ -210,8 +210,8 @@ class AdapterRoute(FolderRoute):
 
     async def _names(self) -> list[str]:
         models: Any = (await self._server.get("/v1/models")).get("data")
-        found = cast("list[Any]", models) if isinstance(models, list) else []
-        return [str(cast("dict[str, Any]", one).get("id")) for one in found if isinstance(one, dict)]
+        entries = cast("list[Any]", models) if isinstance(models, list) else []
+        return [str(cast("dict[str, Any]", entry).get("id")) for entry in entries if isinstance(entry, dict)]
 
     def _check(self, manifest: WeightManifest) -> None:
         self._base = str(Path(check_adapter(manifest)).resolve())
@@ -294,16 +294,16 @@ class _DeviceRoute:
     async def _num_ranks(self) -> int:
         """Processes of the server that take part: its tensor-parallel ranks."""
         if not self._facts:
-            asked = await self._server.answer(BEGIN, self._options.join_s)
-            self._has_sessions = asked.status == HTTPStatus.METHOD_NOT_ALLOWED  # a GET of what wants a POST
+            answer = await self._server.answer(BEGIN, self._options.join_s)
+            self._has_sessions = answer.status == HTTPStatus.METHOD_NOT_ALLOWED  # a GET of what wants a POST
             self._facts = await self._server.get("/server_info")
-        found = self._facts.get("tp_size", 1)
-        return found if isinstance(found, int) and found > 0 else 1
+        size = self._facts.get("tp_size", 1)
+        return size if isinstance(size, int) and size > 0 else 1
 
     def _runners(self) -> Mapping[str, Any]:
         """Whose weights are updated, in the words of 0.5.17 and of 0.5.23: a draft model keeps its own."""
-        kept = {"disable_draft_model": True, "selector": "target"}
-        return kept if guesses_by(self._facts) in ("ngram", "model") else {}
+        arguments = {"disable_draft_model": True, "selector": "target"}
+        return arguments if guesses_by(self._facts) in ("ngram", "model") else {}
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
@@ -336,11 +336,11 @@ class _DeviceRoute:
         """One call for each bucket; the last answer. `digests`: of the buckets, if they are known here."""
         answer: Mapping[str, Any] = {}
         for number, body in enumerate(bodies, start=1):
-            what = f"bucket {number} of {len(bodies)}"
+            part = f"bucket {number} of {len(bodies)}"
             call = self._server.post(path, {**body, **self._runners()}, within_s=self._options.send_s)
-            answer = await self._named(f"receive {what}", sender, call)
-            digest, named = (digests[number - 1], f"{what} from {sender}") if digests else ("", what)
-            _require(answer, self._server.place, named, digest=digest)
+            answer = await self._named(f"receive {part}", sender, call)
+            digest, place = (digests[number - 1], f"{part} from {sender}") if digests else ("", part)
+            _require(answer, self._server.place, place, digest=digest)
         return answer
 
 
@@ -514,16 +514,16 @@ class HandleRoute(_DeviceRoute):
 
     def _givers(self, senders: list[str], num_ranks: int) -> list[str]:
         """For each rank of the server, the sender on its GPU."""
-        named = self._options.same_gpu
-        if not named and len(senders) == 1:
+        sender_names = self._options.same_gpu
+        if not sender_names and len(senders) == 1:
             return senders * num_ranks
-        if len(named) != num_ranks:
+        if len(sender_names) != num_ranks:
             raise EngineError(
                 f"{self._server.place}: its {num_ranks} tensor-parallel ranks are handed memory of their own GPUs, but "
-                f"its actor has {len(named)} GPUs that trainer ranks are on",
+                f"its actor has {len(sender_names)} GPUs that trainer ranks are on",
                 remedy="set roles.rollout.devices to the GPUs of the servers, one server for each rollout actor",
             )
-        return list(named)
+        return list(sender_names)
 
     async def _share(self, givers: list[str], version: int) -> None:
         counts, takes = Counter(givers), self._takes_parameters()
@@ -536,8 +536,8 @@ class HandleRoute(_DeviceRoute):
         )
         self._bodies = []
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
-            left = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
-            payloads = [next(left[sender]) for sender in givers]
+            remaining = {sender: iter(payloads) for sender, payloads in zip(counts, of_bucket, strict=True)}
+            payloads = [next(remaining[sender]) for sender in givers]
             body = {"serialized_named_tensors": payloads, "load_format": replies[0].load_format, "flush_cache": False}
             self._bodies.append(body)
         self._bodies[-1]["weight_version"] = str(version)
@@ -557,13 +557,13 @@ def _senders_of(manifest: WeightManifest) -> list[str]:
     return manifest.location.split(",")
 
 
-def _require(answer: Mapping[str, Any], place: str, what: str, *, digest: str = "") -> None:
+def _require(answer: Mapping[str, Any], place: str, part: str, *, digest: str = "") -> None:
     """Raises EngineError unless the server says yes, and the digest that was sent if it says any (our own does)."""
     if not answer.get("success"):
-        raise EngineError(f"{place}: {what}: {answer.get('message')}", remedy="see the server's log")
+        raise EngineError(f"{place}: {part}: {answer.get('message')}", remedy="see the server's log")
     if digest and answer.get("digest", digest) != digest:
         raise EngineError(
-            f"{place}: {what}: digest {answer['digest']} arrived, {digest} was sent",
+            f"{place}: {part}: digest {answer['digest']} arrived, {digest} was sent",
             remedy="the transfer is repeated; if it happens again, look at the network",
         )
 
@@ -575,6 +575,6 @@ async def _together(jobs: Iterable[Awaitable[T]]) -> list[T]:
     try:
         return await asyncio.gather(*running)
     finally:
-        for one in running:
-            one.cancel()
+        for task in running:
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -281,7 +281,7 @@ class HeldTokens:
                 "megatron.routing_replay = true",
             ) from err
 
-    def _new(self, values: Sequence[Any], num_tokens: int, what: str) -> Sequence[Any]:
+    def _new(self, values: Sequence[Any], num_tokens: int, field: str) -> Sequence[Any]:
         """Cumulative lists have all tokens (a server may even be ahead of its count), incremental ones the new."""
         num_seen = len(self._logprobs)
         if len(values) >= num_tokens >= num_seen:
@@ -291,43 +291,43 @@ class HeldTokens:
         if len(values) == num_tokens - num_seen:
             return values
         raise EngineError(
-            f"{self.place}: a chunk has {len(values)} {what} after {num_seen} tokens and counts {num_tokens}",
+            f"{self.place}: a chunk has {len(values)} {field} after {num_seen} tokens and counts {num_tokens}",
             remedy="the server must return log-probs of every token; it may be of an unknown version",
         )
 
 
-def routed_experts(told: object, choices: ExpertChoices, num_tokens: int) -> U8:
+def routed_experts(encoded: object, choices: ExpertChoices, num_tokens: int) -> U8:
     """What SGLang tells as `routed_experts`, base64 of int32 [num_tokens, layers, top_k] with zeros in layers without
     experts -> uint8 [num_tokens, bytes of a token]. The last token of an answer was not fed in and has none. Raises
     ValueError for anything else."""
-    text = told if isinstance(told, str) else ""
+    text = encoded if isinstance(encoded, str) else ""
     shape = (max(num_tokens, 0), choices.num_layers, choices.top_k)
     if len(text) != (expected := -(-4 * math.prod(shape) // 3) * 4):
         raise ValueError(f"{len(text)} characters, not the {expected} of [tokens, layers, top_k] = {list(shape)}")
-    whole = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(shape)
-    ids = whole[:, list(choices.layers)]
+    table = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(shape)
+    ids = table[:, list(choices.layers)]
     if wrong := choices.wrong_ids(ids):
         raise ValueError(wrong)
     return choices.packed(ids)
 
 
 def _usage(meta: _Meta) -> EngineUsage:
-    said = msgspec.structs.asdict(meta)
-    steps = whole_number(said, "spec_verify_ct")
+    fields = msgspec.structs.asdict(meta)
+    steps = whole_number(fields, "spec_verify_ct")
     return EngineUsage(
-        prompt_tokens=whole_number(said, "prompt_tokens"),
-        cached_tokens=whole_number(said, "cached_tokens"),
-        drafted_tokens=whole_number(said, "spec_num_proposed_drafts"),
-        accepted_tokens=whole_number(said, "spec_num_correct_drafts"),
+        prompt_tokens=whole_number(fields, "prompt_tokens"),
+        cached_tokens=whole_number(fields, "cached_tokens"),
+        drafted_tokens=whole_number(fields, "spec_num_proposed_drafts"),
+        accepted_tokens=whole_number(fields, "spec_num_correct_drafts"),
         verified_steps=steps,
         verified_tokens=meta.completion_tokens if steps else 0,
     )
 
 
 def request_body(
-    request: GenerateRequest, rid: str, version: int, *, tells_experts: bool = False, more: Mapping[str, Any] = EMPTY
+    request: GenerateRequest, rid: str, version: int, *, tells_experts: bool = False, fields: Mapping[str, Any] = EMPTY
 ) -> bytes:
-    """The request as SGLang wants it; `more`: further fields. `extra_key` parts the prefix cache by the version known
+    """The request as SGLang wants it; `fields`: further ones. `extra_key` parts the prefix cache by the version known
     when it is sent: what older weights left in the cache is never taken up by a request that is to be answered by newer
     ones."""
     sampling = request.sampling
@@ -344,7 +344,7 @@ def request_body(
         "return_logprob": True,
         "stream": True,
         "extra_key": f"v{version}",
-        **more,
+        **fields,
     }
     if tells_experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
@@ -388,10 +388,10 @@ class ServerAnswer:
     def value(self) -> Mapping[str, Any]:
         """Its JSON object; empty for anything else."""
         try:
-            found = msgspec.json.decode(self.body)
+            value = msgspec.json.decode(self.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return {}
-        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
     @property
     def may_come(self) -> bool:
