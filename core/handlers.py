@@ -134,9 +134,6 @@ def current_caller() -> PeerKey | None:
     return _scope.get().caller
 
 
-current_scope = _scope.get
-"""The call being handled in this task, or `NO_SCOPE`."""
-
 enter_scope = _scope.set
 """Make a scope the current one."""
 

@@ -181,7 +181,7 @@ class RestartBudget:
         """Restarts one soon after the other."""
         self._newest_s = -math.inf
 
-    def left(self, now: float) -> int:
+    def num_left(self, now: float) -> int:
         """How many are allowed now."""
         return max(0, self.max_restarts - (self._num_used if now < self._newest_s + FORGET_S else 0))
 
@@ -318,7 +318,7 @@ class Supervisor:
 
     def restarts_left(self, name: str, now: float) -> int:
         """How often it may fail and be started again now."""
-        return self._child(name).budget.left(now)
+        return self._child(name).budget.num_left(now)
 
     # -- wishes of a person ------------------------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ class Supervisor:
     # -- judging -----------------------------------------------------------------------------------------------
 
     def _on_failure(self, child: _Child, cause: str, now: float) -> list[Instruction]:
-        if child.budget.left(now):
+        if child.budget.num_left(now):
             return self._begin(_Ending("restart", frozenset(child.mates), cause, child), now)
         max_restarts = child.budget.max_restarts
         spent = f"its budget of {max_restarts} restarts is spent" if max_restarts else "is never restarted"

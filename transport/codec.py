@@ -114,7 +114,7 @@ def decode_value(body: Buffer, frames: list[memoryview], kind: Any) -> Any:
     reader = ArrayReader(frames)
     try:
         for path, text in odd:
-            tree = _patched(tree, path, _NONFINITE[text])
+            tree = _patch(tree, path, _NONFINITE[text])
         value = msgspec.convert(tree, kind, dec_hook=reader.read, str_keys=True)
     except (msgspec.ValidationError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UndecodableError(str(error)) from error
@@ -139,7 +139,7 @@ def _split(body: Buffer) -> tuple[Any, list[tuple[list[str | int], str]]]:
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def _patched(tree: Any, path: list[str | int], value: float) -> Any:
+def _patch(tree: Any, path: list[str | int], value: float) -> Any:
     if not path:
         return value
     node = tree

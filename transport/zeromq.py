@@ -158,7 +158,7 @@ class Pump:
         self._is_stopped = False
         self._is_due = False
         """The next turn of the loop looks anyway; a second look in it would take twice what fits."""
-        self._loop.add_reader(self._fd, self._signalled)
+        self._loop.add_reader(self._fd, self._on_signal)
         self.look_soon()  # arm: without this look the first message may never be signalled
 
     def look_soon(self) -> None:
@@ -167,7 +167,7 @@ class Pump:
             self._is_due = True
             self._loop.call_soon(self._drain)
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if not self._is_due:
             self._drain()
 

@@ -32,12 +32,12 @@ from .section import (
     Temperature,
     TopK,
     UnitFloat,
+    check_divisor,
     check_json,
     check_path_text,
     check_urls,
     clashes,
-    divides,
-    named,
+    code_names,
 )
 
 ENVIRONMENT = "environment:"
@@ -325,7 +325,7 @@ class FunctionSettings(Section, frozen=True):
     says becomes the part NAME of the reward, its own parts NAME/PART. All else is as in `[reward]`; each function has
     its own `workers` and its own count of errors."""
 
-    fn: Annotated[CodeName, named(*REWARD_BUILTINS)] = ""
+    fn: Annotated[CodeName, code_names(*REWARD_BUILTINS)] = ""
     """As `reward.fn`; empty = the built-in called NAME."""
     weight: float = 1.0
     """What its reward is multiplied by before it is added to the others'; 0 = only a metric."""
@@ -340,7 +340,7 @@ class FunctionSettings(Section, frozen=True):
 class RewardSettings(Section, frozen=True):
     """How answers are judged."""
 
-    fn: Annotated[CodeName, named(*REWARD_BUILTINS), Field(min_length=1)] = "exact"
+    fn: Annotated[CodeName, code_names(*REWARD_BUILTINS), Field(min_length=1)] = "exact"
     """exact, numeric, math, f1, choice, regex, format, workflow (what your workflow says:
     `episode.sample(reward=...)`), remote (a service is asked), judge (a language model is asked, see `[judge]`),
     unit_tests (the answer's code is run with the row's tests in a sandbox), or your own `module:function` or
@@ -550,7 +550,7 @@ TAKEN_NAMES = frozenset(("reward", "response_length", "truncated_ratio", "num_er
 def _own_temperature(value: float) -> float:
     if -1 < value < 0:
         raise ValueError("must be at least 0, or -1 (as in [eval])")
-    return divides(value)
+    return check_divisor(value)
 
 
 class EvalSetSettings(RowSource, frozen=True):
@@ -571,7 +571,7 @@ class EvalSetSettings(RowSource, frozen=True):
     """Tokens a model turn may have at most; 0 = as in `[rollout]`."""
     pass_reward: float = 1.0
     """Reward from which on an answer counts as solved, for `pass_at_1` and further."""
-    reward: Annotated[CodeName, named(*REWARD_BUILTINS)] = ""
+    reward: Annotated[CodeName, code_names(*REWARD_BUILTINS)] = ""
     """Reward function, as `reward.fn`; empty = the run's own, with its arguments."""
     reward_pattern: Pattern = ""
     """As `reward.pattern`, for a function named here."""

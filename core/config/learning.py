@@ -31,7 +31,7 @@ from .section import (
     check_once,
     check_urls,
     clashes,
-    named,
+    code_names,
 )
 
 if TYPE_CHECKING:
@@ -230,26 +230,26 @@ class AlgoConfig(Section, frozen=True):
     rewards, of all rewards of the step, or nothing."""
     whiten: bool = True
     """Whether ppo, reinforce_pp and reinforce_pp_baseline whiten their advantages over the batch."""
-    group_filter: Annotated[CodeName, named(*FILTER_BUILTINS), Field(min_length=1)] = "zero_variance"
+    group_filter: Annotated[CodeName, code_names(*FILTER_BUILTINS), Field(min_length=1)] = "zero_variance"
     """Which groups are left out: zero_variance (all rewards equal), none, or your own `module:function`. Follows `kind`
     where it is left out; none with `kl_in = "advantage"`."""
     group_filter_args: SentTable = {}
     """Named arguments of the group filter, for example `eps = 0.01` for zero_variance."""
-    sample_filter: Annotated[CodeName, named(*SAMPLE_FILTER_BUILTINS), Field(min_length=1)] = "none"
+    sample_filter: Annotated[CodeName, code_names(*SAMPLE_FILTER_BUILTINS), Field(min_length=1)] = "none"
     """From which members of a group that stays nothing is learnt (they still count where rewards are compared): none,
     truncated (cut off by a token limit), or your own `module:function`."""
     sample_filter_args: SentTable = {}
     """Named arguments of the sample filter."""
-    reward_post_process: Annotated[CodeName, named()] = ""
+    reward_post_process: Annotated[CodeName, code_names()] = ""
     """Your own function from the rewards of a whole batch to those that advantages are made of, `module:function` or
     `file.py:function`; empty = rewards as they are."""
-    advantage_fn: Annotated[CodeName, named()] = ""
+    advantage_fn: Annotated[CodeName, code_names()] = ""
     """Your own advantages, per sample or per token, in place of the algorithm's; not for ppo, reinforce_pp,
     reinforce_pp_baseline and sft, which make their own per token."""
-    weight_fn: Annotated[CodeName, named()] = ""
+    weight_fn: Annotated[CodeName, code_names()] = ""
     """Your own importance weight per token in place of the correction's; not with tis, icepop and mis, which are
     weights."""
-    loss_fn: Annotated[CodeName, named()] = ""
+    loss_fn: Annotated[CodeName, code_names()] = ""
     """Your own policy loss per token in place of `loss`; correction, masks, KL, entropy and reduction stay."""
     gamma: UnitFloat = 1.0
     """Discount per token."""

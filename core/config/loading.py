@@ -184,7 +184,7 @@ class _Layers:
             return
         if text.startswith(HEADER):
             _from_earlier(table)
-        _rename(table, partial(_resolved, folder=file.absolute().parent))
+        _rename(table, partial(_resolve, folder=file.absolute().parent))
         _set_agent_dir(table, file)
         _merge(self.table, table)
         for key, line in key_lines(text, table).items():
@@ -212,7 +212,7 @@ class _Layers:
             value = shown  # the shell took the quotes
         nested: Table = {}
         table_made_at(nested, path[:-1])[path[-1]] = value
-        _rename(nested, partial(_resolved, folder=Path.cwd()))
+        _rename(nested, partial(_resolve, folder=Path.cwd()))
         if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
             (table_at(self.table, path[:-1]) or {}).pop(path[-1], None)
         _merge(self.table, nested)
@@ -471,26 +471,26 @@ def _rename(table: Table, rename: Rename, above: KeyPath = ()) -> None:
         _, field, keys_below = find(RunConfig, path)
         for mark in field.metadata if field is not None and not keys_below else ():
             if isinstance(mark, Means):
-                table[key] = _renamed(value, mark.meaning, path, rename)
+                table[key] = _rename_value(value, mark.meaning, path, rename)
 
 
-def _renamed(value: Any, meaning: Meaning, key: KeyPath, rename: Rename) -> Any:
+def _rename_value(value: Any, meaning: Meaning, key: KeyPath, rename: Rename) -> Any:
     names, is_tuple = as_table(value), isinstance(value, tuple)
     array = list(value) if is_tuple else as_array(value)
     if array is not None and meaning in ("sources", "code"):
         new_names: list[Any] = []
         for name in array:
-            new_name = _renamed(name, meaning, key, rename)
+            new_name = _rename_value(name, meaning, key, rename)
             new_names += new_name if isinstance(new_name, tuple) else [new_name]
         return tuple(new_names) if is_tuple else new_names
     if names is not None and meaning == "code":
-        return {_renamed(name, meaning, key, rename): options for name, options in names.items()}
+        return {_rename_value(name, meaning, key, rename): options for name, options in names.items()}
     if not isinstance(value, str) or not value or (meaning == "sources" and value.startswith(ENVIRONMENT)):
         return value
     return rename(value, meaning, key)
 
 
-def _resolved(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> str:
+def _resolve(value: str, meaning: Meaning, key: KeyPath, *, folder: Path) -> str:
     """With relative paths made absolute."""
     if meaning == "code":
         file, colon, attr = value.rpartition(":")

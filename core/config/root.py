@@ -45,7 +45,7 @@ from .run import (
     RunSettings,
     WeightSettings,
 )
-from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, broken, clashes
+from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, clashes, relation_conflicts
 from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, speculation_conflicts
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
@@ -203,8 +203,8 @@ class RunConfig(Section, frozen=True):
                     path = ".".join(map(str, detail["loc"]))
                     inner = detail.get("ctx", {}).get(CONFLICTS) or [Conflict(path, detail["msg"])]
                     conflicts += [Conflict(f"{section}.{conflict.path}", conflict.cause) for conflict in inner]
-        conflicts += [*broken(new, RELATIONS), *new.conflicts()]
-        conflicts += [conflict for conflict in broken(new, LIVE_RELATIONS) if conflict.path in values]
+        conflicts += [*relation_conflicts(new, RELATIONS), *new.conflicts()]
+        conflicts += [conflict for conflict in relation_conflicts(new, LIVE_RELATIONS) if conflict.path in values]
         return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
 
     def with_values(self, values: Mapping[str, object]) -> RunConfig:
@@ -429,7 +429,7 @@ def _speculation_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _server_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """What arguments of servers have a part in."""
-    yield from broken(config, RELATIONS)
+    yield from relation_conflicts(config, RELATIONS)
     yield from _sampling_conflicts(config)
     yield from _turn_conflicts(config)
     yield from _speculation_conflicts(config)
@@ -526,7 +526,7 @@ def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
             yield Conflict(f"{key}.engine.attach", cause)
         served |= {url.rstrip("/"): f"{key}.engine.attach" for url in model.engine.attach}
         as_policy = config.of_model(name)
-        for path, cause in (*broken(as_policy, ENGINE_RELATIONS), *_engine_conflicts(as_policy)):
+        for path, cause in (*relation_conflicts(as_policy, ENGINE_RELATIONS), *_engine_conflicts(as_policy)):
             yield Conflict(model_key(name, path), model_key(name, cause))
 
 

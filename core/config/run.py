@@ -45,7 +45,7 @@ from .section import (
     check_once,
     check_urls,
     clashes,
-    named,
+    code_names,
 )
 from .servers import GroupSettings, ServerShape
 
@@ -407,7 +407,7 @@ class RolloutSettings(Section, frozen=True):
     """Whether nothing but the run file decides what is drawn and trained: with `async.max_staleness = 0` two runs are
     equal to the bit (docs/engines.md). Each turn has a seed made of `run.seed`, draw, sample and turn. SGLang needs
     `sglang.enable_deterministic_inference` for it."""
-    workflow: Annotated[CodeName, named(*WORKFLOW_NAMES), Field(min_length=1)] = "single_turn"
+    workflow: Annotated[CodeName, code_names(*WORKFLOW_NAMES), Field(min_length=1)] = "single_turn"
     """How a prompt becomes a sample: single_turn, demonstration and preference (SFT, pairs: no engine), agent (a
     program or service that talks to the policy by HTTP, see `[agent]`), environment (one of `[environments]`), or your
     own function or class, `module:name` or `file.py:name`, which runs in worker processes."""

@@ -84,7 +84,7 @@ def _relation(line: str) -> tuple[bool, list[Term], list[Term], str]:
     return verb == "needs", [*map(Term.parse, wants.split())], [*map(Term.parse, offers.split())], reason
 
 
-def broken(section: Section, relations: Iterable[str]) -> Iterator[Conflict]:
+def relation_conflicts(section: Section, relations: Iterable[str]) -> Iterator[Conflict]:
     """A conflict for each key of which a relation does not hold.
 
     A relation is a line. `a b=1 needs c=x,y d: why`: if `a` is set, then `c` must be x or y, or `d` set; so too if `b`
@@ -183,7 +183,7 @@ TextTuple = Annotated[tuple[str, ...], Strict(False)]
 """A TOML array of text."""
 
 
-def named(*builtins: str) -> AfterValidator:
+def code_names(*builtins: str) -> AfterValidator:
     """The marker of a name of code: one of these, `module:attr` or `file.py:attr`. An empty text is let through; it is
     refused where the built-ins are all that may be left out."""
     return AfterValidator(lambda value: check_code_name(value, builtins) if value else value)
@@ -250,7 +250,7 @@ def _off_or_positive(value: int) -> int:
     return value
 
 
-def divides(value: float) -> float:
+def check_divisor(value: float) -> float:
     """Logits are divided by it in float32."""
     if 0 < value < MIN_FACTOR:
         raise ValueError(f"must be at least {MIN_FACTOR:g} where it is not 0")
@@ -260,8 +260,8 @@ def divides(value: float) -> float:
 TableName = Annotated[str, AfterValidator(check_name)]
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 TopK = Annotated[int, AfterValidator(_off_or_positive)]
-Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(divides)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=MAX_PENALTY), AfterValidator(divides)]
+Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(check_divisor)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=MAX_PENALTY), AfterValidator(check_divisor)]
 OtherPenalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 
 
@@ -279,7 +279,7 @@ class Section(BaseModel, frozen=True):
     )
 
     relations: ClassVar[tuple[str, ...]] = ()
-    """Which keys need which others, a line each: see `broken`."""
+    """Which keys need which others, a line each: see `relation_conflicts`."""
 
     def conflicts(self) -> Iterator[Conflict]:
         """Further values of this section (or of the sections in it) that cannot go together."""
@@ -289,7 +289,7 @@ class Section(BaseModel, frozen=True):
     def _values_fit(self) -> Self:
         large = [key for key, value in self if isinstance(value, int) and value.bit_length() > MAX_BITS]
         conflicts = tuple(Conflict(key, f"must be a number of at most {MAX_BITS} bits") for key in large)
-        conflicts = conflicts or (*broken(self, self.relations), *self.conflicts())
+        conflicts = conflicts or (*relation_conflicts(self, self.relations), *self.conflicts())
         if conflicts:
             text = "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
             # The text goes in through the context: pydantic would read braces in a template as its own.

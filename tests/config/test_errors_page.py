@@ -21,14 +21,14 @@ from myxa.core.errors import MyxaError
 DOCS = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
 
 
-def is_told(found: tuple[str, int], message: str, code: int) -> bool:
+def is_told(actual: tuple[str, int], message: str, code: int) -> bool:
     """A message that docs/errors.md shows is that message; of the others, file, line and key are what counts."""
     if message in DOCS:
-        return found == (message, code)
-    return (found[0].split()[:4], found[1]) == (message.split()[:4], code)
+        return actual == (message, code)
+    return (actual[0].split()[:4], actual[1]) == (message.split()[:4], code)
 
 
-def told(action: Callable[[], Any], folder: Path) -> tuple[str, int]:
+def outcome(action: Callable[[], Any], folder: Path) -> tuple[str, int]:
     with pytest.raises(MyxaError) as caught:
         action()
     return str(caught.value).replace(f"{folder}/", ""), caught.value.exit_code
@@ -41,7 +41,7 @@ def test_run_file(row: Case, tmp_path: Path) -> None:
     lines = "\n".join(line for line in inputs if not line.startswith("--set "))
     file = tmp_path / "run.toml"
     file.write_text(block("Run file", "toml") + lines + "\n")
-    assert is_told(told(lambda: load_config(file, flags), tmp_path), message, code)
+    assert is_told(outcome(lambda: load_config(file, flags), tmp_path), message, code)
 
 
 @pytest.mark.parametrize("row", cases("Data"), ids=lambda row: " ".join(row.inputs)[:40])
@@ -49,7 +49,7 @@ def test_data(row: Case, tmp_path: Path) -> None:
     place, inputs, message, code = row
     (tmp_path / "train.jsonl").write_text("\n".join(inputs) + "\n")
     raw = {"model": {"path": "m"}, "data": {"train": str(tmp_path / place)}}
-    assert is_told(told(lambda: open_prompts(RunConfig.model_validate(raw)), tmp_path), message, code)
+    assert is_told(outcome(lambda: open_prompts(RunConfig.model_validate(raw)), tmp_path), message, code)
 
 
 @pytest.mark.parametrize("row", cases("Your own functions"), ids=lambda row: " ".join(row.inputs)[:40])
@@ -63,10 +63,10 @@ def test_user_code(row: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     workers = int(settings.get("workers", "0"))  # only where a row is about them: a process takes a second or two
     if not workers:
         call_here(monkeypatch)
-    made = RewardSettings(fn=fn, workers=workers, timeout_s=float(settings.get("timeout_s", 30)))
+    reward_settings = RewardSettings(fn=fn, workers=workers, timeout_s=float(settings.get("timeout_s", 30)))
 
     async def judge() -> None:
-        rewarder = Rewarder(made)
+        rewarder = Rewarder(reward_settings)
         try:
             await rewarder.score(
                 Completion(group_id=7, index=2, messages=(), prompt="?", text="an answer", label="many")
@@ -74,7 +74,7 @@ def test_user_code(row: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         finally:
             await rewarder.close()
 
-    assert is_told(told(lambda: asyncio.run(judge()), tmp_path), message, code)
+    assert is_told(outcome(lambda: asyncio.run(judge()), tmp_path), message, code)
 
 
 def test_the_page_shows_messages_of_the_cases() -> None:

@@ -66,8 +66,8 @@ def render_reference() -> str:
             parts += _role_parts()
         elif section is not None:
             parts += [_section_part(f"[{key}]", section, keys_of(section)), *_named_parts(key, section)]
-        elif (named := named_section_of(info)) is not None:
-            parts.append(_named_part(f"{key}.NAME", named))
+        elif (section := named_section_of(info)) is not None:
+            parts.append(_named_part(f"{key}.NAME", section))
     return "\n".join(parts)
 
 
@@ -84,20 +84,20 @@ def _kind_table() -> list[str]:
 def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
     """Tables below a section whose names are the user's. Keys that another section explains are named only."""
     for name, info in keys_of(section).items():
-        named, title = named_section_of(info), f"{key}.{name}.NAME"
-        if named is not None:
-            yield _named_part(title, named)
+        section, title = named_section_of(info), f"{key}.{name}.NAME"
+        if section is not None:
+            yield _named_part(title, section)
 
 
-def _named_part(title: str, named: type[Section]) -> str:
-    keys, notes = dict(keys_of(named)), list[str]()
+def _named_part(title: str, section: type[Section]) -> str:
+    keys, notes = dict(keys_of(section)), list[str]()
     for other in EXPLAINED_BY.get(title, ()):
         explained = RoleSettings if other == "roles.<role>" else section_of(keys_of(RunConfig)[other])
-        shared = [one for one in keys if explained and one in keys_of(explained)]
-        shared = [one for one in shared if (title, one) not in OTHER_MEANING]
+        shared = [key for key in keys if explained and key in keys_of(explained)]
+        shared = [key for key in shared if (title, key) not in OTHER_MEANING]
         notes.append(f"As in `[{other}]`: {', '.join(f'`{one}`' for one in shared)}.")
-        keys = {one: info for one, info in keys.items() if one not in shared}
-    return _section_part(f"[{title}]", named, keys, notes)
+        keys = {key: info for key, info in keys.items() if key not in shared}
+    return _section_part(f"[{title}]", section, keys, notes)
 
 
 def _role_parts() -> list[str]:

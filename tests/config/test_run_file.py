@@ -143,18 +143,21 @@ def test_files_are_merged_key_by_key_and_flags_win(folder: Path) -> None:
 def test_flags_are_toml_values_and_bare_words_are_text(
     folder: Path, flag: str, path: tuple[str, ...], value: object
 ) -> None:
-    found: object = load_config(write(folder, MINIMAL), [flag])
+    actual: object = load_config(write(folder, MINIMAL), [flag])
     for name in path:
-        found = getattr(found, name)
-    assert found == value
+        actual = getattr(actual, name)
+    assert actual == value
 
 
-@pytest.mark.parametrize(("value", "left"), [("{}", {}), ("{ b = 2 }", {"b": 2})])
-def test_d07_a_table_in_a_flag_replaces_the_table_of_the_file(folder: Path, value: str, left: dict[str, int]) -> None:
+@pytest.mark.parametrize(("value", "table"), [("{}", {}), ("{ b = 2 }", {"b": 2})])
+def test_d07_a_table_in_a_flag_replaces_the_table_of_the_file(folder: Path, value: str, table: dict[str, int]) -> None:
     path = write(folder, MINIMAL + "[data.chat_template_kwargs]\na = 1\n")
     flags = (f"data.chat_template_kwargs={value}",)
-    assert load_config(path, flags).data.chat_template_kwargs == left
-    assert load_config(path, (*flags, "data.chat_template_kwargs.c=3")).data.chat_template_kwargs == {**left, "c": 3}
+    assert load_config(path, flags).data.chat_template_kwargs == table
+    assert load_config(path, (*flags, "data.chat_template_kwargs.c=3")).data.chat_template_kwargs == {
+        **table,
+        "c": 3,
+    }
 
 
 def test_sft_needs_no_rollout_section(folder: Path) -> None:

@@ -297,8 +297,8 @@ def test_one_mistake_gives_one_line(tmp_path: Path, text: str, named: str) -> No
     place, _, rest = named.partition(" ")
     rest, _, words = rest.partition(" ! ")
     key, _, proposed = rest.partition(" ? ")
-    where = "run.toml" if place == "-" else f"run.toml:{place}"
-    assert re.match(rf"{where}: {re.escape(key)}( = |: )", message), message
+    location = "run.toml" if place == "-" else f"run.toml:{place}"
+    assert re.match(rf"{location}: {re.escape(key)}( = |: )", message), message
     assert "\n" not in message
     assert words in message, message
     assert not proposed or f'did you mean "{proposed}"?' in message, message
@@ -320,16 +320,21 @@ def test_the_widest_window_and_what_switches_an_argument_off_are_accepted(tmp_pa
 
 def test_relations_name_keys_that_there_are() -> None:
     fields = [field for _, field in walk(RunConfig)]
-    inner = {one for field in fields for one in (section_of(field), named_section_of(field)) if one is not None}
+    inner = {
+        inner_section
+        for field in fields
+        for inner_section in (section_of(field), named_section_of(field))
+        if inner_section is not None
+    }
     lines = [(section, line) for section in (RunConfig, *inner) for line in section.relations]
     assert len(lines) > 80
     for section, line in lines:
         for term in line.partition(": ")[0].split():
             key = re.split("!?=", term.removeprefix("!"))[0]
-            _, field, left = find(section, key.split("."))
-            is_known = field is not None or not left
+            _, field, keys_below = find(section, key.split("."))
+            is_known = field is not None or not keys_below
             assert term in ("needs", "for") or (
-                is_known and (not left or key.startswith(("sglang.", "megatron.model.")))
+                is_known and (not keys_below or key.startswith(("sglang.", "megatron.model.")))
             ), (line, key)
 
 
@@ -344,20 +349,20 @@ kind = "grp"
 [optimizer]
 lr = -1
 """
-    head, *told = failure(tmp_path, text, ("trainer.dtype=float33", "novalue")).splitlines()
+    head, *messages = failure(tmp_path, text, ("trainer.dtype=float33", "novalue")).splitlines()
     assert head == "run.toml: 7 problems"
     places = [
         "run.toml:2: run.sed ", "run.toml:3: model.path: ", "run.toml:5: data.train ",
         "run.toml:7: algo.kind ", "run.toml:9: optimizer.lr ", "--set novalue: ",
         "--set trainer.dtype=float33: trainer.dtype ",
     ]  # fmt: skip
-    assert [line.strip()[: len(place)] for line, place in zip(told, places, strict=True)] == places
+    assert [line.strip()[: len(place)] for line, place in zip(messages, places, strict=True)] == places
 
 
 def test_all_conflicts_between_sections_are_told_once_each_section_is_right(tmp_path: Path) -> None:
     text = f"{HEAD}[eval]\nevery = 5\n[async]\nwindow = 99\n"
-    _, *told = failure(tmp_path, text).splitlines()
-    assert [line.split(" = ")[0].split(": ")[1] for line in told] == ["eval.every", "async.window"]
+    _, *messages = failure(tmp_path, text).splitlines()
+    assert [line.split(" = ")[0].split(": ")[1] for line in messages] == ["eval.every", "async.window"]
 
 
 def test_a_wrong_value_does_not_cause_a_second_report_through_its_default(tmp_path: Path) -> None:
@@ -371,8 +376,8 @@ def test_a_default_at_fault_is_told_once_however_many_values_depend_on_it(tmp_pa
 
 
 def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
-    told = failure(tmp_path, "")
-    assert "run.toml: model.path: " in told and "run.toml: data.train = " in told
+    messages = failure(tmp_path, "")
+    assert "run.toml: model.path: " in messages and "run.toml: data.train = " in messages
     assert failure(tmp_path, 'model = "m"\n[data]\ntrain = "t"\n').startswith('run.toml:1: model = "m": ')
 
 
@@ -456,5 +461,5 @@ def test_the_file_that_set_a_value_last_is_named(tmp_path: Path) -> None:
 
 def test_sources_are_all_recorded_or_none_is(tmp_path: Path) -> None:
     sources = '[data.sources]\na = { path = "p.jsonl", preset = "recorded" }\nb = { path = "p.jsonl" }\n'
-    said = failure(tmp_path, HEAD.replace('train = "t.jsonl"\n', sources))
-    assert "data.sources.b.preset" in said and "data.sources.a" not in said
+    message = failure(tmp_path, HEAD.replace('train = "t.jsonl"\n', sources))
+    assert "data.sources.b.preset" in message and "data.sources.a" not in message

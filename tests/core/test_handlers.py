@@ -17,7 +17,7 @@ from myxa.core.errors import BadRequest
 from myxa.core.handlers import (
     CallScope,
     call,
-    current_scope,
+    current_caller,
     enter_scope,
     fresh_context,
     handlers_of,
@@ -147,7 +147,8 @@ def test_scopes_are_inherited_by_nested_calls_and_not_by_background_tasks():
         assert remaining_s(30.0, now=4.0) == 6.0
         assert remaining_s(2.0, now=4.0) == 2.0
         assert remaining_s(None, now=4.0) == 6.0
-        assert fresh_context().run(current_scope) == CallScope()
+        assert fresh_context().run(current_caller) is None
+        assert fresh_context().run(remaining_s, None, 0.0) is None
 
     fresh_context().run(inside)
     assert remaining_s(None, now=4.0) is None

@@ -62,15 +62,15 @@ class Walk:
         self.num_orders += 1
         return self.client.ask(verb, 150, **arguments)
 
-    def change(self, what: str, verb: str = "set", **arguments: Any) -> dict[str, Any]:
+    def change(self, label: str, verb: str = "set", **arguments: Any) -> dict[str, Any]:
         """A change that is made, under a name of its own."""
-        reply = self.replies[what] = self.order(verb, reason="the walk", **arguments)
+        reply = self.replies[label] = self.order(verb, reason="the walk", **arguments)
         assert not reply["refused"], reply["refused"]
-        self.versions[what] = self.version()
+        self.versions[label] = self.version()
         return reply
 
-    def epoch(self, what: str) -> int:
-        return int(self.replies[what]["epoch"])
+    def epoch(self, label: str) -> int:
+        return int(self.replies[label]["epoch"])
 
     def version(self) -> int:
         return int(self.client.ask("status")["status"]["version"])
@@ -100,11 +100,11 @@ class Walk:
 
     def claimed(self) -> dict[int, list[Group]]:
         """Step -> the groups that it was trained on, with all samples."""
-        found: dict[int, list[Group]] = {}
+        groups: dict[int, list[Group]] = {}
         for row, group in whole_groups(self.run_dir / "ledger.sqlite"):
             if row.step >= 0:
-                found.setdefault(row.step, []).append(group)
-        return found
+                groups.setdefault(row.step, []).append(group)
+        return groups
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +120,11 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
         walk = Walk(job, ControlClient.of(job.run_dir()))
         _take(walk)
         walk.order("down")
-        said, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=120)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
     return walk
 
 
@@ -190,8 +190,8 @@ def test_samples_tell_what_they_were_drawn_under(walk: Walk) -> None:
     for number, groups in by_step.items():
         assert len(groups) == BATCH
         for group in groups:
-            wanted = COLD if group.knobs >= walk.epoch("temperature") else 1.0
-            assert {s.temperature for s in group.samples} == {wanted}, number
+            temperature = COLD if group.knobs >= walk.epoch("temperature") else 1.0
+            assert {s.temperature for s in group.samples} == {temperature}, number
         if number not in steps:
             continue  # it was claimed, and the run ended
         oldest = min(int(s.versions.min()) for g in groups for s in g.samples)
@@ -213,20 +213,20 @@ def test_the_filter_judges_from_its_change_to_its_undoing(walk: Walk) -> None:
     )
     assert left_out
     assert all(begun - SLACK_S <= wall_s <= ended + SLACK_S for (wall_s,) in left_out)
-    kept = walk.ledger(
+    ledger_rows = walk.ledger(
         f"SELECT group_id FROM transitions WHERE to_state = 'READY' "
         f"AND wall_s BETWEEN {begun + SLACK_S} AND {ended - SLACK_S}"
     )
     for group in (g for groups in walk.claimed().values() for g in groups):
-        if (group.group_id,) in kept:
+        if (group.group_id,) in ledger_rows:
             assert len(set(group.rewards.tolist())) == 2, "what was kept meanwhile has both kinds of answers"
 
 
 def test_no_sample_is_lost_or_doubled(walk: Walk) -> None:
-    found, ids = audit(walk.run_dir), walk.ledger("SELECT group_id FROM groups ORDER BY group_id")
+    facts, ids = audit(walk.run_dir), walk.ledger("SELECT group_id FROM groups ORDER BY group_id")
     assert [row[0] for row in ids] == list(range(len(ids))), "every prompt that was drawn is there, in one state"
-    assert sum(found.states.values()) == len(ids)
-    assert len(found.trained) == len(set(found.trained)) == len(walk.steps()) * BATCH
+    assert sum(facts.states.values()) == len(ids)
+    assert len(facts.trained) == len(set(facts.trained)) == len(walk.steps()) * BATCH
     dumped = [g.group_id for groups in walk.claimed().values() for g in groups]
     assert len(dumped) == len(set(dumped))
 

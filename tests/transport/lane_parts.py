@@ -87,34 +87,34 @@ class Lab:
     def inbox(self, sink: Sink, lane: Lane = Lane.CONTROL) -> Inbox:
         socket = make_inbox(self.context, lane, None)
         socket.bind(self.endpoint)
-        made = Inbox(socket, lane)
-        made.start(sink)  # pyright: ignore[reportArgumentType]
-        self._inboxes.append(made)
-        return made
+        inbox = Inbox(socket, lane)
+        inbox.start(sink)  # pyright: ignore[reportArgumentType]
+        self._inboxes.append(inbox)
+        return inbox
 
     def outbox(self, events: Events) -> Outbox:
         sink: Any = events
-        made = Outbox(
+        outbox = Outbox(
             self.endpoint, lambda: make_outbox(self.context, Lane.CONTROL, None), PeerKey(2, 1), Lane.CONTROL,
             lambda: sink, lambda _: events.said.append("closed"),
         )  # fmt: skip
-        self._outboxes.append(made)
-        return made
+        self._outboxes.append(outbox)
+        return outbox
 
     def listener(self) -> Socket:
         """A bound socket that does what the test says: nothing by itself."""
-        made = self.context.socket(zmq.ROUTER)
-        made.linger = 0
-        made.bind(self.endpoint)
-        self._raw.append(made)
-        return made
+        raw = self.context.socket(zmq.ROUTER)
+        raw.linger = 0
+        raw.bind(self.endpoint)
+        self._raw.append(raw)
+        return raw
 
     def client(self) -> Socket:
-        made = self.context.socket(zmq.DEALER)
-        made.linger = 0
-        made.connect(self.endpoint)
-        self._raw.append(made)
-        return made
+        raw = self.context.socket(zmq.DEALER)
+        raw.linger = 0
+        raw.connect(self.endpoint)
+        self._raw.append(raw)
+        return raw
 
     def close(self) -> None:
         for outbox in self._outboxes:
@@ -128,22 +128,22 @@ class Lab:
 
 @contextlib.contextmanager
 def lab_at(folder: Path) -> Iterator[Lab]:
-    made = Lab(folder / "s")
+    lab = Lab(folder / "s")
     try:
-        yield made
+        yield lab
     finally:
-        made.close()
+        lab.close()
 
 
 async def envelopes(listener: Socket, number: int) -> list[bytes]:
     """So many that came there, as they came."""
-    found: list[bytes] = []
-    while len(found) < number:
+    envelopes: list[bytes] = []
+    while len(envelopes) < number:
         await until(lambda: listener.poll(0))
         parts = split(memoryview(listener.recv_multipart()[-1]))
         assert isinstance(parts, list), parts
-        found += [bytes(part) for part in parts]
-    return found
+        envelopes += [bytes(part) for part in parts]
+    return envelopes
 
 
 def parcel(number: int, size: int = 0) -> Parcel:

@@ -38,6 +38,7 @@ from ...core.refs import make_ref, with_deadline
 from ...core.timeouts import TIMEOUTS
 from ..address import Rendezvous
 from ..codec import UndecodableError, codecs_of
+from ..session.faults import with_callee
 from ..session.frames import Envelope
 from ..session.guard import PROVISIONAL
 from ..session.links import Arrival, SessionHost
@@ -188,7 +189,7 @@ class Mirror:
         now = self._clock.monotonic()
         left_s = remaining_s(deadline_s, now)
         if left_s is not None and left_s <= 0:
-            raise _named(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
+            raise with_callee(NotSent(f"{target}.{spec.name}: no time is left of the call that makes it"), target)
         body, frames = codecs_of(spec).request.encode(request)
         call = PendingCall(
             target=target, method=spec.name, body=body, frames=frames, tell=partial(_settle, future),
@@ -199,11 +200,11 @@ class Mirror:
             left_s = None if call.deadline_at is None else call.deadline_at - self._clock.monotonic()
             route = await self.find(target, spec, left_s)
         if isinstance(route, CallError):
-            raise _named(route, target)
+            raise with_callee(route, target)
         try:
             corr = self._session.calls.submit(call, route)
         except CallError as error:
-            raise _named(error, target) from None
+            raise with_callee(error, target) from None
         try:
             envelope = await future
         except asyncio.CancelledError:
@@ -211,7 +212,7 @@ class Mirror:
             if future.done() and not future.cancelled():
                 future.exception()  # it came in the same turn of the loop, and is of no use to anybody
             raise
-        return _decoded(envelope, target, spec)
+        return _decode_answer(envelope, target, spec)
 
     def route(self, target: str, spec: HandlerSpec) -> Route | CallError | None:
         if target != REGISTRY:
@@ -255,14 +256,9 @@ def _settle(future: asyncio.Future[Envelope], outcome: Outcome) -> None:
         future.set_exception(outcome)
 
 
-def _decoded(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
+def _decode_answer(envelope: Envelope, target: str, spec: HandlerSpec) -> Any:
     try:
         return codecs_of(spec).reply.decode(envelope.body, envelope.frames)
     except UndecodableError as error:
         why = f"{target}.{spec.name} answered with something else than it declares: {error}"
-        raise _named(RemoteError(why), target) from None
-
-
-def _named(error: CallError, target: str) -> CallError:
-    error.callee = target
-    return error
+        raise with_callee(RemoteError(why), target) from None

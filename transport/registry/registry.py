@@ -83,9 +83,9 @@ class RegistryState:
             updates = tuple(self._updates)[version - self.version :]
         else:
             updates = (DirectoryUpdate(version=self.version, is_snapshot=True, nodes=self.nodes()),)
-        return tuple(self._for(name, updates)) if in_crowd(name) else updates
+        return tuple(self._filter_for(name, updates)) if in_crowd(name) else updates
 
-    def _for(self, name: str, updates: tuple[DirectoryUpdate, ...]) -> Iterator[DirectoryUpdate]:
+    def _filter_for(self, name: str, updates: tuple[DirectoryUpdate, ...]) -> Iterator[DirectoryUpdate]:
         def hears(other: NodeRecord | EndedNode) -> bool:
             return other.name == name or not in_crowd(other.name) or (name, other.name) in self._met
 
@@ -166,7 +166,7 @@ class RegistryActor(Actor):
     @call(deadline=10, reentrant=True)
     async def register(self, node: str, endpoints: Endpoints, pid: int) -> NodeRecord:
         """A process joins; the record holds its number and epoch. An older incarnation of that name is thereby over."""
-        role = self._to_register(check_name(node), endpoints)
+        role = self._check_registration(check_name(node), endpoints)
         record = self.state.register(node, endpoints, pid, role)
         self._changes.tell()
         return record
@@ -229,7 +229,7 @@ class RegistryActor(Actor):
 
     # -- who may do what: each raises NotPermitted; StaleEpoch for a caller that is over
 
-    def _to_register(self, name: str, endpoints: Endpoints) -> str:
+    def _check_registration(self, name: str, endpoints: Endpoints) -> str:
         """May that caller join as `name`, listening there? Returns the role that it has then."""
         if self._guard is None:
             return ANYBODY.role

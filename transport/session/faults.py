@@ -8,6 +8,7 @@ being handled and therefore arrives as `RemoteError`.
 from __future__ import annotations
 
 import traceback
+from typing import TypeVar
 
 import msgspec
 import orjson
@@ -25,6 +26,7 @@ from ...core.errors import (
 )
 from ..codec import Buffer
 
+E = TypeVar("E", bound=MyxaError)
 TRACEBACK_CHARS = 20_000
 
 
@@ -83,11 +85,11 @@ def decode_fault(body: Buffer, callee: str, method: str, *, is_refusal: bool) ->
         fault = msgspec.convert(orjson.loads(body), Fault)
     except (msgspec.ValidationError, ValueError) as error:
         kind = NotExecuted if is_refusal else OutcomeUnknown
-        return _named(kind(f"{callee}.{method}: an error came that cannot be read: {error}"), callee)
+        return with_callee(kind(f"{callee}.{method}: an error came that cannot be read: {error}"), callee)
     error = _error_of(fault, callee, method)
     if is_refusal and not isinstance(error, NotExecuted | DeadlineExceeded):
         error = NotExecuted(f"{callee}.{method} was refused: {fault.message}")
-    return _named(error, callee)
+    return with_callee(error, callee)
 
 
 def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
@@ -103,7 +105,8 @@ def _error_of(fault: Fault, callee: str, method: str) -> MyxaError:
     return error
 
 
-def _named(error: MyxaError, callee: str) -> MyxaError:
+def with_callee(error: E, callee: str) -> E:
+    """The same error, which says whom the call was for."""
     if isinstance(error, CallError):
         error.callee = callee
     return error

@@ -283,14 +283,14 @@ class Assemblies:
         """Those in a message; what is malformed or given up is reported to the sink."""
         parts = split(message)
         if isinstance(parts, EnvelopeChunk):
-            envelope = self._joined(sink, source, lane, parts)
+            envelope = self._join(sink, source, lane, parts)
             parts = envelope if isinstance(envelope, Malformed) else [envelope] if envelope is not None else []
         if isinstance(parts, Malformed):
             sink.malformed(source, lane, parts.reason)
             return ()
         return parts
 
-    def _joined(
+    def _join(
         self, sink: InboundSink, source: bytes, lane: Lane, chunk: EnvelopeChunk
     ) -> memoryview | Malformed | None:
         if not sink.is_known(source, lane):
