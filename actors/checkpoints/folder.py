@@ -80,10 +80,10 @@ def ledger_in(folder: Path) -> Path:
     """The checkpoint's copy of the ledger, every byte as it was written. Raises TrainError saying what is wrong."""
     entry, path = read_run_part(folder).ledger, folder / LEDGER
     with raised_as(TrainError, f"{path} cannot be read", OSError, remedy=_REMEDY):
-        found = describe_file(path)
-    if found != entry:
+        actual = describe_file(path)
+    if actual != entry:
         raise TrainError(
-            f"{path} has changed: {found.num_bytes} bytes instead of {entry.num_bytes}, or others", remedy=_REMEDY
+            f"{path} has changed: {actual.num_bytes} bytes instead of {entry.num_bytes}, or others", remedy=_REMEDY
         )
     return path
 
@@ -202,11 +202,11 @@ def place_of(folder: Path, writer: Writer | None) -> Generator[None]:
                 f"another process has been putting a checkpoint into {folder.parent} for {PLACE_S:g} s",
                 remedy="see which one has that folder open (`fuser` names it); it is stopped or stuck",
             )
-        there = look_at(folder).writer if writer else None
-        own_run = folder.parent.parent.name
-        if writer and there and there > writer and writing_run(folder) in ("", own_run):  # a fork begins with another's
+        other = look_at(folder).writer if writer else None
+        run = folder.parent.parent.name
+        if writer and other and other > writer and writing_run(folder) in ("", run):  # a fork begins with another's
             raise TrainError(
-                f"{folder} is of life {there[0]}, attempt {there[1]} of the run: life {writer[0]}, attempt {writer[1]} "
+                f"{folder} is of life {other[0]}, attempt {other[1]} of the run: life {writer[0]}, attempt {writer[1]} "
                 "comes too late",
                 remedy="nothing is lost; this process is left over from before: end it",
             )
@@ -239,8 +239,8 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / entry.name
         size = file.stat().st_size if file.is_file() else -1
         if size != entry.num_bytes:
-            what = "is missing" if size < 0 else f"has {size} bytes instead of {entry.num_bytes}"
-            raise _torn(folder, f"{entry.name} {what}")
+            fault = "is missing" if size < 0 else f"has {size} bytes instead of {entry.num_bytes}"
+            raise _torn(folder, f"{entry.name} {fault}")
     return manifest
 
 
@@ -255,10 +255,10 @@ def forget_writer(folder: Path) -> None:
 def check_digest(folder: Path, entry: FileEntry) -> None:
     """Raise TornCheckpoint if a file's bytes are not those that were written."""
     try:
-        found = describe_file(folder / entry.name)
+        actual = describe_file(folder / entry.name)
     except OSError as error:
         raise _torn(folder, f"{entry.name} cannot be read: {error}") from error
-    if found.sha256 != entry.sha256:
+    if actual.sha256 != entry.sha256:
         raise _torn(folder, f"the bytes of {entry.name} have changed")
 
 
@@ -303,13 +303,13 @@ def newest_whole(
 ) -> tuple[CheckpointInfo | None, tuple[CheckpointInfo, ...]]:
     """(newest checkpoint whole in every byte, or as `whole_ones`, or None; those passed over for it, newest first, with
     `problem`)."""
-    passed: list[CheckpointInfo] = []
-    for found in whole_ones(folder, reads_all=reads_all):
-        info = found if found.problem else replace(found, problem=why_not(found))
-        if info.is_complete:
-            return info, tuple(passed)
-        passed.append(info)
-    return None, tuple(passed)
+    passed_over: list[CheckpointInfo] = []
+    for info in whole_ones(folder, reads_all=reads_all):
+        judged = info if info.problem else replace(info, problem=why_not(info))
+        if judged.is_complete:
+            return judged, tuple(passed_over)
+        passed_over.append(judged)
+    return None, tuple(passed_over)
 
 
 def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: bool = True) -> Iterator[CheckpointInfo]:
@@ -317,11 +317,11 @@ def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: boo
     as far as sizes show), but only when it is asked for. If one was deleted meanwhile those follow that are newer."""
     seen: set[Path] = set()
     while True:
-        found = [info for info in list_checkpoints(folder) if version in (None, info.version) and info.path not in seen]
-        for info in sorted(found, key=lambda info: (info.version, info.num_updates), reverse=True):
+        infos = [info for info in list_checkpoints(folder) if version in (None, info.version) and info.path not in seen]
+        for info in sorted(infos, key=lambda info: (info.version, info.num_updates), reverse=True):
             seen.add(info.path)
             yield _read_through(info) if reads_all and info.is_complete else info
-        if not found or all(path.exists() for path in seen):
+        if not infos or all(path.exists() for path in seen):
             return
 
 
@@ -349,11 +349,11 @@ def find_checkpoint(place: str | Path, *, reads_all: bool = True, why_not: WhyNo
         raise TrainError(f"{root} is a file, not a checkpoint", remedy=f"name the folder that it is in: {root.parent}")
     if (root / "config.json").is_file():
         raise TrainError(f"{root} is a model folder, not a checkpoint", remedy="begin with it by model.path")
-    newest, passed = newest_whole(holder, why_not, reads_all=reads_all)
+    newest, passed_over = newest_whole(holder, why_not, reads_all=reads_all)
     if newest is None:
-        found = "; ".join(f"{info.path.name}: {info.problem}" for info in passed) or "nothing"
+        problems = "; ".join(f"{info.path.name}: {info.problem}" for info in passed_over) or "nothing"
         raise TrainError(
-            f"no complete checkpoint in {holder} ({found})",
+            f"no complete checkpoint in {holder} ({problems})",
             remedy="name a checkpoint, or a run made with trainer.checkpoint_every above 0",
         )
     return newest.path
@@ -439,11 +439,11 @@ def begin(folder: Path, writer: Writer | None = None) -> Path:
     return fresh
 
 
-def sweep(holder: Path, own: Writer | None = None) -> None:
-    """Delete what crashes and earlier writers left; files of a later writer than `own` are left to it."""
+def sweep(holder: Path, sweeper: Writer | None = None) -> None:
+    """Delete what crashes and earlier writers left; files of a later writer than `sweeper` are left to it."""
     for path in holder.glob(f"{GROWING}*"):
         writer = _writer_in(path.name.removeprefix(GROWING).partition("-")[0])
-        if not (writer and own and writer > own):
+        if not (writer and sweeper and writer > sweeper):
             _remove(path)
     for path in [*holder.glob(f"{GONE}*"), *holder.glob(f"{OLD}*")]:
         if not path.name.startswith(OLD) or not is_meant(path):
@@ -477,11 +477,11 @@ def identity_of(config: ModelConfig) -> dict[str, Any]:
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
     """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
-    for name, ours in {"is_scorer": None, **identity_of(config)}.items():
-        theirs = manifest.model.get(name)
-        if theirs != ours:
+    for name, value in {"is_scorer": None, **identity_of(config)}.items():
+        saved = manifest.model.get(name)
+        if saved != value:
             raise TrainError(
-                f"checkpoint {path} is of another model: {name} is {theirs!r}, here it is {ours!r}",
+                f"checkpoint {path} is of another model: {name} is {saved!r}, here it is {value!r}",
                 remedy="resume with the model folder that the run began with",
             )
     if manifest.backend != backend:

@@ -63,13 +63,13 @@ def _append(descriptor: int, path: Path, record: AuditRecord) -> AuditRecord:
         try:
             newest = msgspec.json.decode(last, type=AuditRecord)
         except msgspec.MsgspecError as error:
-            why = f"{path}: the last line is no audit record"
-            raise LedgerError(why, remedy="`myxa history --verify` says where it begins") from error
+            text = f"{path}: the last line is no audit record"
+            raise LedgerError(text, remedy="`myxa history --verify` says where it begins") from error
         number, previous = newest.number, newest.digest
     line, written = seal(msgspec.structs.replace(record, number=number + 1, previous=previous))
     if len(line) > MAX_LINE_BYTES:
-        why = f"a record of {len(line)} bytes is too long for the audit log"
-        raise ConfigError(why, remedy=f"at most {MAX_LINE_BYTES} bytes")
+        text = f"a record of {len(line)} bytes is too long for the audit log"
+        raise ConfigError(text, remedy=f"at most {MAX_LINE_BYTES} bytes")
     os.ftruncate(descriptor, end)
     try:
         _write_all(descriptor, line + b"\n", end)
@@ -117,11 +117,11 @@ def verify_audit(path: Path) -> AuditVerdict:
 
 
 def _complaint(line: bytes, number: int, previous: str) -> str:
-    found = _DIGEST.search(line)
-    if found is None:
+    match = _DIGEST.search(line)
+    if match is None:
         return f"line {number} does not end in a digest"
-    blank = line[: found.start()] + _EMPTY_DIGEST
-    if blake2b(blank, digest_size=32).hexdigest() != found[1].decode():
+    blank = line[: match.start()] + _EMPTY_DIGEST
+    if blake2b(blank, digest_size=32).hexdigest() != match[1].decode():
         return f"line {number} was changed: its digest does not fit"
     try:
         record = msgspec.json.decode(line, type=AuditRecord)
@@ -141,8 +141,8 @@ def _lines(path: Path) -> tuple[list[bytes], bool]:
         return [], False
     except OSError as error:
         raise LedgerError(f"{path}: {error.strerror or error}", remedy="check its rights") from error
-    *whole, rest = data.split(b"\n")
-    return whole, bool(rest)
+    *lines, torn_line = data.split(b"\n")
+    return lines, bool(torn_line)
 
 
 @contextmanager

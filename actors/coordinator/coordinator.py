@@ -163,8 +163,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self._changed.clear()
             await self._changed.wait()
         if self._state.phase == "starting" and not self._state.has_restored:
-            restored = await restore(self.conductor, self._restored, self._state.version, self._event)
-            self._state.past_epoch, self._state.has_restored = restored, True
+            self._state.past_epoch = await restore(self.conductor, self._restored, self._state.version, self._event)
+            self._state.has_restored = True
             await self._keep()
 
     def _hears(self, name: str) -> None:
@@ -188,8 +188,8 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         self._event("coordinator-attached", f"version {self._state.version}, {names}; waited {took_s:.2f} s")
 
     def _missing(self) -> list[str]:
-        wanted = [*([LEADER] if self._state.version >= 0 else ()), *sorted(self.ctx.peers("rollout/"))]
-        return [name for name in wanted if name not in self._heard]
+        expected = [*([LEADER] if self._state.version >= 0 else ()), *sorted(self.ctx.peers("rollout/"))]
+        return [name for name in expected if name not in self._heard]
 
     def _age_s(self) -> float:
         """Since training began, also while the coordinator is away."""

@@ -42,7 +42,7 @@ AUTO = Operator(via="auto")
 TELL_TRIES = 4
 """How often an owner may fail to use what was decided."""
 
-NOT_ASKED = ("who", "reason", "dry_run")
+NOT_ARGUMENTS = ("who", "reason", "dry_run")
 """Fields of a request that the audit log has elsewhere, or never."""
 
 
@@ -58,7 +58,7 @@ class Order:
     request: ChangeRequest
     drafter: Callable[[OwnerStates], ChangeDraft]
     """Says what it is, or raises ConfigError."""
-    asked: Mapping[str, object]
+    arguments: Mapping[str, object]
     at: int = 0
     """The very number that it is for; 0: the first possible one."""
     is_recorded: bool = True
@@ -68,7 +68,7 @@ class Order:
 
     def record(self, result: str, **more: Any) -> AuditRecord:
         return AuditRecord(
-            number=0, wall_s=0.0, verb=self.verb, who=self.request.who, arguments=dict(self.asked), result=result,
+            number=0, wall_s=0.0, verb=self.verb, who=self.request.who, arguments=dict(self.arguments), result=result,
             reason=self.request.reason, **more,
         )  # fmt: skip
 
@@ -111,9 +111,9 @@ class KnobConductor:
     async def change(self, request: ChangeRequest, verb: str = "set", at: int = 0) -> ChangeReply:
         """All or none. A refusal is an answer, not an error. `at`: as of an `Order`."""
         fields = msgspec.structs.asdict(request).items()
-        asked = {n: v for n, v in fields if n not in NOT_ASKED and (v or n == "values")}
+        arguments = {n: v for n, v in fields if n not in NOT_ARGUMENTS and (v or n == "values")}
         return await self.make(
-            Order(verb, request, lambda roster: draft_change(request, roster, self.decisions), asked, at)
+            Order(verb, request, lambda roster: draft_change(request, roster, self.decisions), arguments, at)
         )
 
     async def undo(self, who: Operator, reason: str, epoch: int) -> ChangeReply:
@@ -134,8 +134,8 @@ class KnobConductor:
         """Every owner with its knobs; those that do not answer within `ask_s` are silent."""
         names = [self._ctx.name, *self._others(), *sorted(self.engines)]
         answers = await asyncio.gather(*(self._sheet(name) for name in names))
-        silent = {name: a for name, a in zip(names, answers, strict=True) if isinstance(a, str)}
-        return OwnerStates(sheets=[a for a in answers if isinstance(a, KnobSheet)], silent=silent)
+        silent = {name: answer for name, answer in zip(names, answers, strict=True) if isinstance(answer, str)}
+        return OwnerStates(sheets=[answer for answer in answers if isinstance(answer, KnobSheet)], silent=silent)
 
     def _others(self) -> list[str]:
         """Owners that are there beside coordinator and rollout actors."""
@@ -178,9 +178,9 @@ class KnobConductor:
         """The trainer was thrown back: what was in force by the older number stays in force."""
         if not self.decisions.has_due(version, old_version):
             return
-        asked: dict[str, object] = {"from": old_version, "to": version}
+        arguments: dict[str, object] = {"from": old_version, "to": version}
         record = AuditRecord(
-            number=0, wall_s=self._clock.wall(), verb="rewind", who=AUTO, arguments=asked, result="done",
+            number=0, wall_s=self._clock.wall(), verb="rewind", who=AUTO, arguments=arguments, result="done",
             at=old_version, version=version, decision=Decision(launch=self.decisions.launch),
         )  # fmt: skip
         self.decisions.add(record)
@@ -241,8 +241,8 @@ class KnobConductor:
             return reply, ()
         record = order.record("done", epoch=self.decisions.epoch + 1, at=at, moves=draft.moves, decision=draft.decision)
         values = {name: value for name, value in draft.decision.values.items() if value is not None}
-        asked = {"values": values, "undoes": draft.decision.undoes}
-        record = msgspec.structs.replace(record, arguments=record.arguments | {n: v for n, v in asked.items() if v})
+        decided = {"values": values, "undoes": draft.decision.undoes}
+        record = msgspec.structs.replace(record, arguments=record.arguments | {n: v for n, v in decided.items() if v})
         record = await self._record(record)
         self.decisions.add(record)
         self._news.set()
@@ -250,9 +250,9 @@ class KnobConductor:
         self.on_decided()
         # Owners that came between the look at all owners and the decision: they asked too early to hear of it.
         for name in (*self._others(), *self._ctx.peers("rollout/")):
-            if name not in draft.wanted:
+            if name not in draft.values:
                 self._ctx.spawn(self.joined(name), name=f"knobs-for-{name}")
-        return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.wanted)
+        return msgspec.structs.replace(reply, epoch=record.epoch), list(draft.values)
 
     def _nothing_to_change(self, request: ChangeRequest) -> tuple[str, ...]:
         """The warnings. A value that was requested again still reverts; the operator may expect it to stay."""
@@ -276,16 +276,17 @@ class KnobConductor:
         """What owners say that know more of their values than the run file. Raises ConfigError for a refusal."""
         if self._file is not None and (why := self._file.refusal(draft.file_values)):
             raise ConfigError(why)
-        asked = draft.judged()
-        verdicts = await asyncio.gather(*(self._verdict(owner, values, at) for owner, values in asked.items()))
+        judges = draft.judges()
+        answers = await asyncio.gather(*(self._verdict(owner, values, at) for owner, values in judges.items()))
+        verdicts = dict(zip(judges, answers, strict=True))
         refusals = [
-            v.refusal if owner in v.refusal else f"{owner}: {v.refusal}"
-            for owner, v in zip(asked, verdicts, strict=True)
-            if v.refusal
+            verdict.refusal if owner in verdict.refusal else f"{owner}: {verdict.refusal}"
+            for owner, verdict in verdicts.items()
+            if verdict.refusal
         ]
         if refusals:
             raise ConfigError("; ".join(refusals))
-        return tuple(f"{owner}: {v.remark}" for owner, v in zip(asked, verdicts, strict=True) if v.remark)
+        return tuple(f"{owner}: {verdict.remark}" for owner, verdict in verdicts.items() if verdict.remark)
 
     async def _verdict(self, owner: str, values: dict[str, KnobValue], at: int) -> KnobVerdict:
         try:
@@ -399,15 +400,15 @@ async def restore(
     live = live or LiveKnobs()
     conductor.decisions.continue_from(max([live.epoch, *(max(s.epoch, s.past_epoch) for s in roster.sheets)]))
     before = conductor.decisions.epoch
-    kept: dict[tuple[float, int, int], dict[str, LiveKnob]] = {}
+    changes: dict[tuple[float, int, int], dict[str, LiveKnob]] = {}
     for knob in live.knobs:
         firsts = [state.first for state in roster.states(knob.name).values()]
         if firsts and firsts[0] == knob.first:
-            kept.setdefault((knob.for_s, knob.for_steps, max(knob.at, version)), {})[knob.name] = knob
+            changes.setdefault((knob.for_s, knob.for_steps, max(knob.at, version)), {})[knob.name] = knob
         else:
             why = f"the run file was changed since ({firsts[0]})" if firsts else "no actor of this run has such a knob"
             tell("knobs-not-restored", f"{knob.name} = {knob.value}: {why}")
-    for (for_s, for_steps, at), knobs in sorted(kept.items()):  # values for a time after those that they cover
+    for (for_s, for_steps, at), knobs in sorted(changes.items()):  # values for a time after those that they cover
         epochs = ", ".join(map(str, sorted({knob.epoch for knob in knobs.values()})))
         why = f"by change {epochs} when the checkpoint was written"
         values = {name: knob.value for name, knob in knobs.items() if knob.value is not None}

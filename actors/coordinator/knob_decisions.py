@@ -49,18 +49,18 @@ class ChangeDraft:
     """A change that may be decided."""
 
     decision: Decision
-    wanted: Mapping[str, Mapping[str, KnobValue]]
+    values: Mapping[str, Mapping[str, KnobValue]]
     """Owner that is there -> what it gets."""
     moves: tuple[KnobMove, ...]
     tunables: Mapping[str, Tunable]
     file_values: Mapping[str, KnobValue]
     """Key of the run file -> what it would say, of all that differs from it."""
 
-    def judged(self) -> dict[str, dict[str, KnobValue]]:
+    def judges(self) -> dict[str, dict[str, KnobValue]]:
         """Owner that is to be asked -> what it gets."""
         return {
             owner: dict(values)
-            for owner, values in self.wanted.items()
+            for owner, values in self.values.items()
             if any(self.tunables[name].is_judged for name in values)
         }
 
@@ -70,7 +70,7 @@ class ChangeDraft:
         passed = [
             number
             for sheet in roster.sheets
-            if sheet.owner in self.wanted
+            if sheet.owner in self.values
             for boundary, number in sheet.passed.items()
             if boundary in boundaries
         ]
@@ -84,14 +84,14 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
     if request.for_s and request.for_steps:
         raise ConfigError("both seconds and steps are given", remedy="say one of both")
     complaints: list[str] = []
-    common: dict[str, KnobValue] = {}
+    values: dict[str, KnobValue | None] = {}
     states: dict[str, dict[str, KnobState]] = {}
     for name, value in request.values.items():
         states[name] = roster.states(name)
         complaints += _check_owners(name, states[name], roster)
         for state in states[name].values():
             try:
-                common[name] = state.tunable.check(value, first=state.first, force=request.force)
+                values[name] = state.tunable.check(value, first=state.first, force=request.force)
             except ConfigError as error:
                 complaints.append(str(error))
                 break
@@ -100,7 +100,7 @@ def draft_change(request: ChangeRequest, roster: OwnerStates, decisions: Decisio
         raise ConfigError("; ".join(complaints))
     decision = Decision(
         launch=decisions.launch,
-        values=dict(common),
+        values=values,
         first={name: next(iter(owners.values())).first for name, owners in states.items()},
         numbered=_numbered(states),
         for_steps=request.for_steps,
@@ -114,20 +114,22 @@ def _draft(
 ) -> ChangeDraft:
     """What it would change: what every owner has by all decisions with it, beside what it has now."""
     after = decisions.with_one(decision)
-    wanted: dict[str, dict[str, KnobValue]] = {}
+    values: dict[str, dict[str, KnobValue]] = {}
     moves: list[KnobMove] = []
     for name, owners in states.items():
         for owner, state in owners.items():
             old, new = decisions.latest(name, state.first), after.latest(name, state.first)
-            wanted.setdefault(owner, {})[name] = new
+            values.setdefault(owner, {})[name] = new
             if new != old:
                 moves.append(KnobMove(name=name, owner=owner, old=old, new=new, boundary=state.tunable.boundary))
     tunables = {name: next(iter(owners.values())).tunable for name, owners in states.items()}
-    known = [
-        (s.tunable.key, after.latest(s.tunable.name, s.first), s.first) for sheet in roster.sheets for s in sheet.knobs
-    ]
-    file_values = {key: value for key, value, first in known if key and value != first}
-    return ChangeDraft(decision, wanted, tuple(moves), tunables, file_values)
+    file_values = {
+        state.tunable.key: value
+        for sheet in roster.sheets
+        for state in sheet.knobs
+        if state.tunable.key and (value := after.latest(state.tunable.name, state.first)) != state.first
+    }
+    return ChangeDraft(decision, values, tuple(moves), tunables, file_values)
 
 
 def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
@@ -139,12 +141,12 @@ def _numbered(states: Mapping[str, Mapping[str, KnobState]]) -> tuple[str, ...]:
 def _check_owners(name: str, states: Mapping[str, KnobState], roster: OwnerStates) -> list[str]:
     silent = {actor: f"{actor} ({why})" for actor, why in roster.silent.items()}
     if not states:
-        known = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs}
-        unsaid = f"; no answer from {', '.join(silent.values())}" if silent else ""
-        return [f"there is no knob {name!r}; {suggest(name, known)}{unsaid}"]
+        names = {state.tunable.name for sheet in roster.sheets for state in sheet.knobs}
+        more = f"; no answer from {', '.join(silent.values())}" if silent else ""
+        return [f"there is no knob {name!r}; {suggest(name, names)}{more}"]
     role = next(iter(states.values())).tunable.owner
-    concerned = [words for actor, words in silent.items() if role in (PROCESS, actor.partition("/")[0])]
-    return [f"{name}: no answer from {', '.join(concerned)}, and all owners change it or none"] if concerned else []
+    owners = [text for actor, text in silent.items() if role in (PROCESS, actor.partition("/")[0])]
+    return [f"{name}: no answer from {', '.join(owners)}, and all owners change it or none"] if owners else []
 
 
 def _check_expected(request: ChangeRequest, roster: OwnerStates, decisions: Decisions) -> list[str]:
@@ -167,7 +169,7 @@ NEVER = 1 << 62
 
 
 @dataclass(slots=True)
-class _Decided:
+class _DecidedValue:
     """A value that was decided, and what became of it since."""
 
     knob: LiveKnob
@@ -211,7 +213,7 @@ class Decisions:
         self.launch = launch
         self.epoch = 0
         """Of the newest change that was decided."""
-        self._decided: list[_Decided] = []
+        self._entries: list[_DecidedValue] = []
         """One for each knob of a change, by changes."""
 
     def replay(self, records: Iterable[AuditRecord]) -> None:
@@ -225,15 +227,15 @@ class Decisions:
         assert decision is not None
         if record.verb == "rewind":
             # What was in force stays so, at once, and what was still to come keeps its number.
-            for one in self._decided:
-                one.at = _back(one.at, record.at, record.version)
-                one.ended = _back(one.ended, record.at, record.version)
+            for entry in self._entries:
+                entry.at = _back(entry.at, record.at, record.version)
+                entry.ended = _back(entry.ended, record.at, record.version)
             return
         self._take(record, decision)
 
     def with_one(self, decision: Decision) -> Decisions:
         after = Decisions(self.launch)
-        after._decided = [replace(one) for one in self._decided]
+        after._entries = [replace(entry) for entry in self._entries]
         epoch, who = self.epoch + 1, Operator()
         record = AuditRecord(number=0, wall_s=0.0, verb="set", who=who, arguments={}, result="", epoch=epoch)
         after._take(record, decision)
@@ -248,78 +250,79 @@ class Decisions:
             for name, value in decision.values.items()
         ]
         for knob in knobs:
-            for one in self._decided:
-                is_over = one.knob.epoch == decision.undoes or one.is_for_a_time
-                if one.knob.name == knob.name and one.stands and is_over:
-                    one.ended = knob.at
-        self._decided += [_Decided(knob, record, decision, knob.at) for knob in knobs]
+            for entry in self._entries:
+                is_over = entry.knob.epoch == decision.undoes or entry.is_for_a_time
+                if entry.knob.name == knob.name and entry.stands and is_over:
+                    entry.ended = knob.at
+        self._entries += [_DecidedValue(knob, record, decision, knob.at) for knob in knobs]
 
     def continue_from(self, epoch: int) -> None:
         self.epoch = max(self.epoch, epoch)
 
     def has_due(self, old_version: int, version: int) -> bool:
         """Whether a numbered value came into force between these versions."""
-        return any(old_version < one.at <= version for one in self._decided)
+        return any(old_version < entry.at <= version for entry in self._entries)
 
     def latest(self, name: str, default: KnobValue) -> KnobValue:
         """Decided last for a knob, in force or not."""
-        found = self._holder(name, NEVER - 1)
-        return default if found is None or found.knob.value is None else found.knob.value
+        entry = self._holder(name, NEVER - 1)
+        return default if entry is None or entry.knob.value is None else entry.knob.value
 
     def why(self, name: str) -> str:
         """The reason of the change that gave a knob its value, or who made it; empty for the run file's value."""
-        found = self._holder(name, NEVER - 1)
-        if found is None:
+        entry = self._holder(name, NEVER - 1)
+        if entry is None:
             return ""
-        who = found.record.who
-        return found.record.reason or f"by {who.user or who.via or 'an operator'}"
+        operator = entry.record.who
+        return entry.record.reason or f"by {operator.user or operator.via or 'an operator'}"
 
     def news(self, after: int) -> LiveKnobs:
         """After epoch `after`: of each knob that was decided since, all values from now on."""
-        names = sorted({one.knob.name for one in self._decided if one.knob.epoch > after})
+        names = sorted({entry.knob.name for entry in self._entries if entry.knob.epoch > after})
         return LiveKnobs(epoch=self.epoch, knobs=tuple(value for name in names for value in self._course(name)))
 
     def live(self, version: int, now_s: float) -> LiveKnobs:
         """For a checkpoint: of each knob the value in force, and those whose number is still to come; after them what
         is for a time, with the time that is left. `now_s`: wall clock."""
         lasting = Decisions(self.launch)
-        lasting._decided = [one for one in self._decided if not one.is_for_a_time]
-        names = sorted({one.knob.name for one in self._decided} - {PAUSE_AT.name})
-        kept = [knob for name in names for knob in lasting._kept(name, version)]
-        for one, kind, end in self._ends():
-            if one.knob.name == PAUSE_AT.name:
+        lasting._entries = [entry for entry in self._entries if not entry.is_for_a_time]
+        names = sorted({entry.knob.name for entry in self._entries} - {PAUSE_AT.name})
+        knobs = [knob for name in names for knob in lasting._from(name, version)]
+        for entry, kind, end in self._ends():
+            if entry.knob.name == PAUSE_AT.name:
                 continue
-            at = max(one.at, version) if kind == "number" or one.knob.name in one.decision.numbered else 0
-            left = end - {"s": now_s, "version": version, "number": at}[kind]
-            time = {"for_s": left} if kind == "s" else {"for_steps": int(left)}
-            kept += [msgspec.structs.replace(one.knob, at=at, **time)] if left > 0 else []
-        return LiveKnobs(epoch=self.epoch, knobs=tuple(kept))
+            at = max(entry.at, version) if kind == "number" or entry.knob.name in entry.decision.numbered else 0
+            remaining = end - {"s": now_s, "version": version, "number": at}[kind]
+            time = {"for_s": remaining} if kind == "s" else {"for_steps": int(remaining)}
+            knobs += [msgspec.structs.replace(entry.knob, at=at, **time)] if remaining > 0 else []
+        return LiveKnobs(epoch=self.epoch, knobs=tuple(knobs))
 
-    def _kept(self, name: str, version: int) -> Iterator[LiveKnob]:
+    def _from(self, name: str, version: int) -> Iterator[LiveKnob]:
+        """The values of a knob from `version` on, but for the run file's before the first of others."""
         course = list(self._course(name))
-        is_own = False
+        is_changed = False
         for knob in (*[knob for knob in course if knob.at <= version][-1:], *(k for k in course if k.at > version)):
-            is_own = is_own or knob.value is not None
-            if is_own:  # the file's again, after a value that the checkpoint keeps
+            is_changed = is_changed or knob.value is not None
+            if is_changed:
                 yield msgspec.structs.replace(knob, value=knob.first if knob.value is None else knob.value)
 
     def _course(self, name: str) -> Iterator[LiveKnob]:
         """The values of a knob, by the numbers from which on they are in force."""
-        mine = [one for one in self._decided if one.knob.name == name]
+        entries = [entry for entry in self._entries if entry.knob.name == name]
         before: tuple[int, KnobValue | None] | None = None
-        for at in sorted({one.at for one in mine}):
-            epoch = max(one.knob.epoch for one in mine if one.at <= at)
-            holder = self._holder(name, at)
+        for number in sorted({entry.at for entry in entries}):
+            epoch = max(entry.knob.epoch for entry in entries if entry.at <= number)
+            holder = self._holder(name, number)
             value = None if holder is None else holder.knob.value
             if before != (epoch, value):
-                source = (holder or mine[0]).knob
-                yield msgspec.structs.replace(source, value=value, epoch=epoch, at=at)
+                source = (holder or entries[0]).knob
+                yield msgspec.structs.replace(source, value=value, epoch=epoch, at=number)
             before = epoch, value
 
-    def _holder(self, name: str, number: int) -> _Decided | None:
-        for one in reversed(self._decided):
-            if one.knob.value is not None and one.at <= number < one.ended and one.knob.name == name:
-                return one
+    def _holder(self, name: str, number: int) -> _DecidedValue | None:
+        for entry in reversed(self._entries):
+            if entry.knob.value is not None and entry.at <= number < entry.ended and entry.knob.name == name:
+                return entry
         return None
 
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
@@ -327,12 +330,12 @@ class Decisions:
         undone = self._change(epoch)
         if undone[0].is_restored and not names:
             raise ConfigError(f"change {epoch} restored a checkpoint's values", remedy="set the values instead")
-        standing = [one for one in undone if one.stands and (not names or one.knob.name in names)]
+        standing = [entry for entry in undone if entry.stands and (not names or entry.knob.name in names)]
         epoch = undone[0].knob.epoch
         if not standing:
             raise ConfigError(f"change {epoch} was taken back before", remedy="`myxa history` lists the changes")
-        first = {one.knob.name: one.knob.first for one in standing}
-        for later in self._decided:
+        first = {entry.knob.name: entry.knob.first for entry in standing}
+        for later in self._entries:
             knob = later.knob
             if knob.epoch > epoch and knob.name in first and later.stands:
                 raise ConfigError(
@@ -349,40 +352,40 @@ class Decisions:
         )
         return _draft(decision, states, self, roster)
 
-    def _change(self, epoch: int) -> list[_Decided]:
+    def _change(self, epoch: int) -> list[_DecidedValue]:
         """The knobs of a change that can be taken back; 0: the newest. Raises ConfigError."""
-        wanted = epoch or max(
-            (one.knob.epoch for one in self._decided if one.stands and one.record.verb == "set"), default=0
+        change_epoch = epoch or max(
+            (entry.knob.epoch for entry in self._entries if entry.stands and entry.record.verb == "set"), default=0
         )
-        if not wanted:
+        if not change_epoch:
             raise ConfigError("there is no change to take back", remedy="`myxa history` lists the changes")
-        change = [one for one in self._decided if one.knob.epoch == wanted]
+        change = [entry for entry in self._entries if entry.knob.epoch == change_epoch]
         if not change:
             raise ConfigError(f"there is no change {epoch} in this run", remedy="`myxa history` lists the changes")
         if undoes := change[0].decision.undoes:
             raise ConfigError(f"change {epoch} took change {undoes} back", remedy="set the values again instead")
         return change
 
-    def _ends(self) -> Iterator[tuple[_Decided, str, float]]:
+    def _ends(self) -> Iterator[tuple[_DecidedValue, str, float]]:
         """Of changes for a time: what counts their end ("s" wall clock, "number" of the boundary, "version"), where."""
-        for one in self._decided:
-            record, decision = one.record, one.decision
-            if not one.is_for_a_time:
+        for entry in self._entries:
+            record, decision = entry.record, entry.decision
+            if not entry.is_for_a_time:
                 continue
             if decision.for_s:
-                yield one, "s", record.wall_s + decision.for_s
-            elif one.knob.name in decision.numbered:
-                yield one, "number", record.at + decision.for_steps
+                yield entry, "s", record.wall_s + decision.for_s
+            elif entry.knob.name in decision.numbered:
+                yield entry, "number", record.at + decision.for_steps
             else:
-                yield one, "version", record.version + decision.for_steps
+                yield entry, "version", record.version + decision.for_steps
 
     def due(self, version: int, now_s: float, number: int = -1) -> list[Due]:
         """What is to go back now, of which numbered values for `number`, before that is passed. `now_s`: wall clock."""
-        reached, found = {"s": now_s, "version": version, "number": number}, dict[tuple[int, int], set[str]]()
-        for one, kind, end in self._ends():
+        reached, due = {"s": now_s, "version": version, "number": number}, dict[tuple[int, int], set[str]]()
+        for entry, kind, end in self._ends():
             if end <= reached[kind]:
-                found.setdefault((one.knob.epoch, number if kind == "number" else 0), set()).add(one.knob.name)
-        return [Due(epoch, frozenset(names), at) for (epoch, at), names in found.items()]
+                due.setdefault((entry.knob.epoch, number if kind == "number" else 0), set()).add(entry.knob.name)
+        return [Due(epoch, frozenset(names), at) for (epoch, at), names in due.items()]
 
     def next_s(self) -> float | None:
         """When the next one by time is due, wall clock."""
@@ -391,8 +394,8 @@ class Decisions:
     def reverts(self, now_s: float) -> dict[str, str]:
         """Knob -> when it goes back by itself, in words."""
         return {
-            one.knob.name: f"in {max(end - now_s, 0):.0f} s" if kind == "s" else f"at version {end:.0f}"
-            for one, kind, end in self._ends()
+            entry.knob.name: f"in {max(end - now_s, 0):.0f} s" if kind == "s" else f"at version {end:.0f}"
+            for entry, kind, end in self._ends()
         }
 
 

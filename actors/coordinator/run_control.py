@@ -34,10 +34,6 @@ def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRe
     return AuditRecord(number=0, wall_s=0.0, verb=verb, who=who, arguments=arguments, result="", reason=reason)
 
 
-def _ended(deed: AuditRecord, result: str, detail: str = "") -> AuditRecord:
-    return msgspec.structs.replace(deed, result=result, detail=detail)
-
-
 class RunControl:
     """See the module's head."""
 
@@ -66,7 +62,7 @@ class RunControl:
         before, self._seen = self._seen, (self._pause_at(), self.paused)
         if before == self._seen:
             return
-        (until, paused), why = self._seen, self._conductor.decisions.why(PAUSE_AT.name)
+        (pause_at, paused), reason = self._seen, self._conductor.decisions.why(PAUSE_AT.name)
         if paused:
             self._meter.switch("paused", "paused")
         elif before is not None:
@@ -75,23 +71,23 @@ class RunControl:
             return
         if paused:
             self._tell("run-paused", f"at version {self._version()}: {paused}")
-        elif until < 0:
-            self._tell("run-resumed", why or "the pause is over")
+        elif pause_at < 0:
+            self._tell("run-resumed", reason or "the pause is over")
         else:
-            self._tell("run-stepping", f"to version {until}: {why}")
+            self._tell("run-stepping", f"to version {pause_at}: {reason}")
 
     async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
         """Where the trainer rests. Raises LedgerError if not decided, CallError while the buffer has not obeyed."""
         pause_at = {"pause": 0, "resume": -1, "step": self._version() + num_steps}[verb]
-        asked = {"num_steps": num_steps} if verb == "step" else {}
+        arguments = {"num_steps": num_steps} if verb == "step" else {}
         request = ChangeRequest(values={PAUSE_AT.name: pause_at}, who=who, reason=reason)
 
         def drafter(roster: OwnerStates) -> ChangeDraft:
             draft = draft_change(request, roster, self._conductor.decisions)
-            again = KnobMove(name=PAUSE_AT.name, owner="buffer", old=pause_at, new=pause_at, boundary="now")
-            return replace(draft, moves=draft.moves or (again,))
+            same = KnobMove(name=PAUSE_AT.name, owner="buffer", old=pause_at, new=pause_at, boundary="now")
+            return replace(draft, moves=draft.moves or (same,))
 
-        reply = await self._conductor.make(Order(verb, request, drafter, asked, roster=_BUFFER))
+        reply = await self._conductor.make(Order(verb, request, drafter, arguments, roster=_BUFFER))
         if reply.refused:
             raise LedgerError(f"{verb}: {reply.refused}", remedy="nothing was changed; ask again")
         if reply.warnings:
@@ -108,14 +104,14 @@ class RunControl:
                 raise TrainError(f"no checkpoint can be written: {why}", remedy="export the model instead")
             return await self._leader.checkpoint_at_boundary(export)
 
-        return await self._carried_out(_deed("ckpt", who, reason, export=export), write)
+        return await self._carry_out(_deed("ckpt", who, reason, export=export), write)
 
     async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
         """On held-out prompts, beside training; `name`: of one set, else all."""
         deed = _deed("eval", who, reason, **({"set": name} if name else {}))
-        return await self._carried_out(deed, lambda: self._evaluate(name))
+        return await self._carry_out(deed, lambda: self._evaluate(name))
 
-    async def _carried_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]]) -> T:
+    async def _carry_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]]) -> T:
         """Completes even if the caller is gone."""
         task = self._ctx.spawn(self._attempt(deed, work), name=f"control-{deed.verb}")
         outcome = await asyncio.shield(task)
@@ -126,15 +122,15 @@ class RunControl:
     async def _attempt(self, deed: AuditRecord, work: Callable[[], Awaitable[T]]) -> T | MyxaError:
         """Its result, or its error: a failed deed does not end the actor."""
         try:
-            done = await work()
-        except MyxaError as error:
+            result = await work()
+        except MyxaError as failure:
             try:
-                await self._record(_ended(deed, "failed", str(error)))
-            except MyxaError as another:
-                self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {another}")
-            return error
+                await self._record(msgspec.structs.replace(deed, result="failed", detail=str(failure)))
+            except MyxaError as error:
+                self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {error}")
+            return failure
         try:
-            await self._record(_ended(deed, "done", str(done)))
+            await self._record(msgspec.structs.replace(deed, result="done", detail=str(result)))
         except MyxaError as error:
-            return LedgerError(f"{deed.verb} was done ({done}), but could not be recorded: {error}")
-        return done
+            return LedgerError(f"{deed.verb} was done ({result}), but could not be recorded: {error}")
+        return result

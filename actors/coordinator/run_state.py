@@ -89,7 +89,7 @@ JOURNAL_FILE = "coordinator.journal"
 MAX_BYTES = 64 << 20
 
 
-class Kept(Record, frozen=True):
+class JournalContent(Record, frozen=True):
     """All of a journal."""
 
     launch: str
@@ -113,7 +113,7 @@ class CoordinatorJournal:
         """Take up the `state` that an earlier incarnation kept; False, and why there is nothing (empty for a first
         start). Blocking. Raises ConfigError, since nothing that is tried again mends it, for a damaged file."""
         try:
-            kept = msgspec.json.decode(read_regular(self.path, MAX_BYTES), type=Kept)
+            content = msgspec.json.decode(read_regular(self.path, MAX_BYTES), type=JournalContent)
         except FileNotFoundError:
             return False, ""
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -121,9 +121,9 @@ class CoordinatorJournal:
                 f"{self.path} cannot be used: {error}",
                 remedy="the run cannot continue without it; `myxa resume` continues from the last checkpoint",
             ) from error
-        if kept.launch != self.launch:
+        if content.launch != self.launch:
             return False, f"{self.path} was written under another launcher: it is not used"
-        self.state = kept.run
+        self.state = content.run
         return True, ""
 
     async def keep(self) -> None:
@@ -134,7 +134,7 @@ class CoordinatorJournal:
         with self._turn:
             run = replace(self.state, phase=self.coming or self.state.phase)
             with raised_as(LedgerError, str(self.path), OSError, remedy="check disk and rights of the run directory"):
-                write_durably(self.path, msgspec.json.encode(Kept(launch=self.launch, run=run)), 0o600)
+                write_durably(self.path, msgspec.json.encode(JournalContent(launch=self.launch, run=run)), 0o600)
 
 
 @dataclass(frozen=True, slots=True)

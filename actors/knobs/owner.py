@@ -55,31 +55,31 @@ def knob_maker(owner: str, boundary: Boundary) -> Callable[..., Tunable]:
     for the knob too, or of the name of a knob that has none; a further sentence; and what differs."""
 
     def make(key: str, note: str = "", **more: Any) -> Tunable:
-        found = _of_field(key) if key in _FIELDS else {"name": key}
-        text = " ".join(filter(None, (found.pop("help", ""), note)))
-        given: dict[str, Any] = {"owner": owner, "boundary": boundary, "help": text, **found, **more}
-        return Tunable(**given)
+        fields: dict[str, Any] = _fields_of(key) if key in _FIELDS else {"name": key}
+        text = " ".join(filter(None, (fields.pop("help", ""), note)))
+        fields = {"owner": owner, "boundary": boundary, "help": text} | fields | more
+        return Tunable(**fields)
 
     return make
 
 
-def section_knobs(tunables: Iterable[Tunable], live: Any, on_change: Callable[[], None]) -> Iterator[Knob]:
-    """Knobs of keys of the run file. `live`: what is used now, with sections of the file as attributes of their names.
-    `on_change`: called when a value is another one."""
+def section_knobs(tunables: Iterable[Tunable], options: Any, on_change: Callable[[], None]) -> Iterator[Knob]:
+    """Knobs of keys of the run file. `options`: what is used now, with sections of the file as attributes of their
+    names. `on_change`: called when a value is another one."""
 
     def knob(tunable: Tunable) -> Knob:
         section, _, key = tunable.key.partition(".")
 
         def use(value: KnobValue) -> None:
-            setattr(live, section, getattr(live, section).model_copy(update={key: value}))
+            setattr(options, section, getattr(options, section).model_copy(update={key: value}))
             on_change()
 
-        return Knob(tunable, lambda: getattr(getattr(live, section), key), use)
+        return Knob(tunable, lambda: getattr(getattr(options, section), key), use)
 
     return map(knob, tunables)
 
 
-def _of_field(key: str) -> dict[str, Any]:
+def _fields_of(key: str) -> dict[str, Any]:
     info = _FIELDS[key]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     bounds = {name: getattr(mark, name) for mark in info.metadata for name in ("gt", "ge", "le") if hasattr(mark, name)}
@@ -153,14 +153,14 @@ class KnobOwner:
         """Use what was decided, now or once its number comes. What is older than known here changes nothing."""
         if news.epoch < self.heard:
             return
-        mine: dict[str, list[LiveKnob]] = {}
-        for value in sorted(news.knobs, key=lambda v: v.at):
+        by_name: dict[str, list[LiveKnob]] = {}
+        for value in sorted(news.knobs, key=lambda value: value.at):
             if value.name in self._knobs:
-                mine.setdefault(value.name, []).append(value)
-        numbered = {name for name in mine if self._knobs[name].tunable.boundary in NUMBERED}
-        self._use([values[-1] for name, values in mine.items() if name not in numbered])
-        self._waiting |= {name: mine[name] for name in numbered}
-        self._stamp(value.epoch for name in mine.keys() - numbered for value in mine[name])
+                by_name.setdefault(value.name, []).append(value)
+        numbered = {name for name in by_name if self._knobs[name].tunable.boundary in NUMBERED}
+        self._use([values[-1] for name, values in by_name.items() if name not in numbered])
+        self._waiting |= {name: by_name[name] for name in numbered}
+        self._stamp(value.epoch for name in by_name.keys() - numbered for value in by_name[name])
         self.heard = news.epoch
 
     def reach(self, boundary: Boundary, number: int) -> None:
@@ -183,29 +183,29 @@ class KnobOwner:
         waiting = self._waiting.get(name)
         return self._value(waiting[-1]) if waiting else None
 
-    def _value(self, live: LiveKnob) -> KnobValue:
-        return self._first[live.name] if live.value is None else live.value
+    def _value(self, knob: LiveKnob) -> KnobValue:
+        return self._first[knob.name] if knob.value is None else knob.value
 
     def _use(self, due: Sequence[LiveKnob]) -> dict[str, KnobValue]:
-        fresh = {live.name: live for live in due if self._is_new(live)}
+        fresh = {knob.name: knob for knob in due if self._is_new(knob)}
         if not fresh:
             return {}
         old = {name: self._knobs[name].read() for name in fresh}
-        values = {name: self._value(live) for name, live in fresh.items()}
-        self._put(values, {name: live.epoch for name, live in fresh.items()})
-        for name, live in fresh.items():
-            self._used[name] = live.epoch
+        values = {name: self._value(knob) for name, knob in fresh.items()}
+        self._put(values, {name: knob.epoch for name, knob in fresh.items()})
+        for name, knob in fresh.items():
+            self._used[name] = knob.epoch
             if self._telemetry is not None:
                 self._telemetry.event(
                     "knob-in-force",
-                    f"{self.owner}: {name} = {values[name]} (was {old[name]}), change {live.epoch}",
-                    name=name, owner=self.owner, old=old[name], new=values[name], epoch=live.epoch, at=live.at,
+                    f"{self.owner}: {name} = {values[name]} (was {old[name]}), change {knob.epoch}",
+                    name=name, owner=self.owner, old=old[name], new=values[name], epoch=knob.epoch, at=knob.at,
                 )  # fmt: skip
         return values
 
-    def _is_new(self, live: LiveKnob) -> bool:
-        used = self._used.get(live.name, 0)
-        return live.epoch > used or (live.epoch == used and self._value(live) != self._knobs[live.name].read())
+    def _is_new(self, knob: LiveKnob) -> bool:
+        epoch = self._used.get(knob.name, 0)
+        return knob.epoch > epoch or (knob.epoch == epoch and self._value(knob) != self._knobs[knob.name].read())
 
     def _put(self, values: Mapping[str, KnobValue], epochs: Mapping[str, int]) -> None:
         for name, value in values.items():

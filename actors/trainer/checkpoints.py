@@ -206,7 +206,7 @@ class Checkpoints:
                 if self.options.trainer.async_save:
                     took_s = self.report.clock.monotonic() - pending.begun_at
                     self.report.telemetry.metric(pending.version, {"checkpoint/async_s": took_s})
-                await self._is_there(pending.version, pending.live, ledger)
+                await self._complete(pending.version, pending.live, ledger)
         except MyxaError as error:
             await self._clear_after(error)
             raise
@@ -235,11 +235,10 @@ class Checkpoints:
         draft = partial_of(self.folder_of(version), self.options.writer)
         return draft.with_name(f"{draft.name}-{LEDGER}")
 
-    async def _is_there(self, version: int, live: LiveKnobs, ledger: FileEntry) -> None:
-        folder, period = (
-            self.folder_of(version),
-            self.options.trainer.keep_every * self.options.trainer.checkpoint_every,
-        )
+    async def _complete(self, version: int, live: LiveKnobs, ledger: FileEntry) -> None:
+        """The ranks' part of the folder is there."""
+        folder = self.folder_of(version)
+        period = self.options.trainer.keep_every * self.options.trainer.checkpoint_every
         part = RunPart(
             run=Path(self.options.run_dir).name,
             version=version,
@@ -247,7 +246,7 @@ class Checkpoints:
             is_kept=bool(period) and version % period == 0,
         )
         await self._in_thread(lambda: self._write_run_part(folder, part))
-        oldest = await self._in_thread(lambda: self._oldest_to_stay(folder))
+        oldest = await self._in_thread(lambda: self._oldest_to_fall_back_to(folder))
         await self.report.ask("buffer", lambda: self.buffer.durable(version, oldest))
         self._newest, self._num_failed, self._covered = (version, live), 0, version
         await self._in_thread(lambda: self._prune(folder))
@@ -269,28 +268,28 @@ class Checkpoints:
         self._sweep()
         try:
             if look_at(newest).is_complete:
-                whole, torn = _beside(newest)
-                oldest = self._first_to_stay(newest, whole)
-                going = [info for info in whole[: self._num_going(whole)] if not is_kept(info.path)]
-                for info in (*going, *(info for info in torn if version_in(info.path) < oldest)):
+                complete, torn = _others(newest)
+                oldest = self._oldest_kept(newest, complete)
+                surplus = [info for info in complete[: self._num_surplus(complete)] if not is_kept(info.path)]
+                for info in (*surplus, *(info for info in torn if version_in(info.path) < oldest)):
                     take_away(info.path)
         except OSError as error:
             self.report.ctx.log.warning("older checkpoints beside %s could not all be deleted: %s", newest, error)
 
-    def _oldest_to_stay(self, newest: Path) -> int | None:
+    def _oldest_to_fall_back_to(self, newest: Path) -> int | None:
         """Version of the oldest one that training may fall back to once the others have gone; those that stay for ever
         bring a ledger of their own. None: the disk does not say."""
         try:
-            return self._first_to_stay(newest, _beside(newest)[0])
+            return self._oldest_kept(newest, _others(newest)[0])
         except OSError:
             return None
 
-    def _num_going(self, whole: list[CheckpointInfo]) -> int:
-        return max(len(whole) + 1 - self.options.trainer.keep_last, 0)
+    def _num_surplus(self, complete: list[CheckpointInfo]) -> int:
+        return max(len(complete) + 1 - self.options.trainer.keep_last, 0)
 
-    def _first_to_stay(self, newest: Path, whole: list[CheckpointInfo]) -> int:
-        staying = (info.path for info in whole[self._num_going(whole) :])
-        return min(version_in(path) for path in (*staying, newest))
+    def _oldest_kept(self, newest: Path, complete: list[CheckpointInfo]) -> int:
+        kept = (info.path for info in complete[self._num_surplus(complete) :])
+        return min(version_in(path) for path in (*kept, newest))
 
     async def _clear_after(self, error: MyxaError) -> None:
         """What could not be finished has filled the disk, which the ledger needs; unless a rank may write on."""
@@ -305,24 +304,24 @@ class Checkpoints:
         except OSError as error:
             self.report.ctx.log.warning("leftovers in %s could not be deleted: %s", holder, error)
 
-    async def _all(self, what: str, send: Callable[[TrainerContract], Coroutine[Any, Any, object]]) -> None:
+    async def _all(self, action: str, send: Callable[[TrainerContract], Coroutine[Any, Any, object]]) -> None:
         try:
             await together({name: send(rank) for name, rank in self.ranks.items()}, fails_fast=True)
         except GatherError as error:
             name, cause = next(iter(error.errors.items()))
-            message = f"{name} could not {what} a checkpoint: {cause}"
+            message = f"{name} could not {action} a checkpoint: {cause}"
             # What a handler raised travels as what it is where it is of our tree: only a call that failed is silence.
             is_silent = isinstance(cause, CallError) and not isinstance(cause, RemoteError)
             kind = RankSilent if is_silent else TrainError
             raise kind(message, remedy=f"see the log of {name}; an older checkpoint stays whole") from cause
 
 
-def _beside(newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
-    """The other checkpoints there: whole ones, oldest first, and torn ones."""
-    found = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
-    beside = [info for info in found if info.path != newest and version_in(info.path) >= 0]
-    whole = sorted((info for info in beside if info.is_complete), key=lambda info: version_in(info.path))
-    return whole, [info for info in beside if not info.is_complete]
+def _others(newest: Path) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+    """The other checkpoints there: complete ones, oldest first, and torn ones."""
+    infos = list_checkpoints(newest.parent)  # one that lost its place to a newer one in a crash is among them
+    others = [info for info in infos if info.path != newest and version_in(info.path) >= 0]
+    complete = sorted((info for info in others if info.is_complete), key=lambda info: version_in(info.path))
+    return complete, [info for info in others if not info.is_complete]
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,8 +221,8 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     async def ask_sender(self, order: AnyOrder) -> AnyAnswer:
         """Each in its own thread: an engine that takes weights never waits for a training step."""
-        asked = cast("SenderOrder[AnyAnswer]", order)
-        return await in_daemon_thread(lambda: self.end.answer(asked), f"{type(order).__name__} of an engine")
+        sender_order = cast("SenderOrder[AnyAnswer]", order)
+        return await in_daemon_thread(lambda: self.end.answer(sender_order), f"{type(order).__name__} of an engine")
 
     async def memory_command(self, command: MemoryCommand) -> MemoryReply:
         if self._tenant is None:

@@ -19,35 +19,35 @@ class Beacon:
     """One engine's. Setting it costs an assignment."""
 
     def __init__(self) -> None:
-        self._at = IDLE
+        self._position = IDLE
         self._num_done = 0
         self._is_counted = False
 
-    def step(self, at: str, *, is_counted: bool = True) -> None:
-        """Something came, and `at` is what is waited for now. `is_counted` False: it cannot be seen moving."""
-        self._at, self._is_counted = at, is_counted
+    def step(self, position: str, *, is_counted: bool = True) -> None:
+        """Something came; `position` says what is waited for now. `is_counted` False: it cannot be seen moving."""
+        self._position, self._is_counted = position, is_counted
         self._num_done += 1
 
     def progress(self) -> WeightProgress:
-        return WeightProgress(at=self._at, num_done=self._num_done, is_counted=self._is_counted)
+        return WeightProgress(at=self._position, num_done=self._num_done, is_counted=self._is_counted)
 
 
 class Counted(Mapping[str, T]):
-    """Named things; the beacon steps with each one that is taken."""
+    """Tensors by name; the beacon steps with each one that is taken."""
 
-    def __init__(self, things: Mapping[str, T], beacon: Beacon, what: str) -> None:
-        self._things = things
+    def __init__(self, tensors: Mapping[str, T], beacon: Beacon, phase: str) -> None:
+        self._tensors = tensors
         self._beacon = beacon
-        self._what = what
+        self._phase = phase
         self._num_taken = 0
 
     def __getitem__(self, name: str) -> T:
         self._num_taken += 1
-        self._beacon.step(f"{self._what}: tensor {min(self._num_taken, len(self))} of {len(self)} ({name})")
-        return self._things[name]
+        self._beacon.step(f"{self._phase}: tensor {min(self._num_taken, len(self))} of {len(self)} ({name})")
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._things)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._things)
+        return len(self._tensors)

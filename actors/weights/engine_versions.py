@@ -53,8 +53,8 @@ class EngineVersions:
 
     def reported(self, rollout: str, epoch: int, weights: ServedWeights) -> bool:
         """An engine serves these weights, or did when it said so; whether that is news."""
-        known_epoch, known = self._engines.get(rollout, (-1, None))
-        is_old = epoch < known_epoch or (epoch == known_epoch and known is not None and weights <= known)
+        newest_epoch, latest = self._engines.get(rollout, (-1, None))
+        is_old = epoch < newest_epoch or (epoch == newest_epoch and latest is not None and weights <= latest)
         if is_old or weights.version == ALWAYS_NEWEST:
             return False
         self._engines[rollout] = (epoch, weights)
@@ -63,17 +63,17 @@ class EngineVersions:
     def rewound(self, version: int, lineage: int) -> None:
         """The leader with that epoch begins at `version`. What an earlier rewind to the same version or a later one
         says is said by this one too; one of a greater epoch is of an earlier launch, whose engines are gone."""
-        kept = [one for one in self.rewinds if one.lineage < lineage and one.version < version]
-        self.rewinds = (*kept, Rewind(lineage, version))
+        earlier = [rewind for rewind in self.rewinds if rewind.lineage < lineage and rewind.version < version]
+        self.rewinds = (*earlier, Rewind(lineage, version))
 
     def serving(self, rollout: str, epoch: int, reported: ServedWeights, newest: int) -> JudgedVersion:
         """The version by which a draw that reported these weights is judged. `newest`: of the run."""
         if reported.version == ALWAYS_NEWEST:
             return JudgedVersion(newest)
-        known_epoch, known = self._engines.get(rollout, (-1, reported))
-        weights = max(reported, known) if known_epoch == epoch else reported
-        undone_to = [one.version for one in self.rewinds if one.lineage > weights.lineage]
-        worth = min(undone_to, default=weights.version)
-        if worth < weights.version:
-            return JudgedVersion(worth, is_undone=True)
+        newest_epoch, latest = self._engines.get(rollout, (-1, reported))
+        weights = max(reported, latest) if newest_epoch == epoch else reported
+        undone_to = [rewind.version for rewind in self.rewinds if rewind.lineage > weights.lineage]
+        version = min(undone_to, default=weights.version)
+        if version < weights.version:
+            return JudgedVersion(version, is_undone=True)
         return JudgedVersion(newest, is_undone=True) if weights.version > newest else JudgedVersion(weights.version)

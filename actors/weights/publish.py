@@ -62,8 +62,8 @@ class ChannelEnd:
     ) -> WeightManifest | None:
         """Called on all ranks at once; other versions than `unreleased` are dropped. None where this rank publishes no
         part. Raises what backend and end raise."""
-        for old in self._held.difference(unreleased):
-            await self.release(old)
+        for released in self._held.difference(unreleased):
+            await self.release(released)
         writer, sender, manifest = self._writer, self._sender, None
         if sender is not None:
             manifest = await in_thread(
@@ -72,7 +72,7 @@ class ChannelEnd:
         else:
             tensors = await in_thread(backend.export_weights)
             if writer is not None:
-                manifest = await self._beside(lambda: writer.publish(version, tensors))
+                manifest = await self._in_writer_thread(lambda: writer.publish(version, tensors))
         if manifest is not None:
             self._held.add(version)
         return manifest
@@ -82,9 +82,9 @@ class ChannelEnd:
         if self._sender is not None:
             self._sender.release(version)
         elif (writer := self._writer) is not None:
-            await self._beside(lambda: writer.release(version))
+            await self._in_writer_thread(lambda: writer.release(version))
 
-    async def _beside(self, work: Callable[[], Any]) -> Any:
+    async def _in_writer_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def close(self) -> None:
@@ -140,12 +140,10 @@ class Publisher:
         manifest = msgspec.structs.replace(manifest, lineage=self.report.ctx.epoch)
         self._unreleased[version] = tuple(name for name, part in parts.items() if part is not None)
         self.newest, self._manifest = version, manifest
-        way = (
-            f"{manifest.channel}, delta of {manifest.deltas[-1].num_bytes} bytes"
-            if manifest.deltas
-            else manifest.channel
+        delta = f", delta of {manifest.deltas[-1].num_bytes} bytes" if manifest.deltas else ""
+        self.report.ctx.log.info(
+            "weight version %d is published over %s%s, digest %s", version, manifest.channel, delta, manifest.digest
         )
-        self.report.ctx.log.info("weight version %d is published over %s, digest %s", version, way, manifest.digest)
         return manifest
 
     @property
@@ -154,17 +152,17 @@ class Publisher:
 
     async def release_older(self, before: int) -> None:
         """Release the versions below `before`: the actor that would have done it is gone."""
-        own = self.report.ctx.ref(TrainerContract, self.report.ctx.name)
+        leader = self.report.ctx.ref(TrainerContract, self.report.ctx.name)
         for version in sorted(self._unreleased):
             if version < before:
-                await own.release_weights(version)
+                await leader.release_weights(version)
 
     async def released(self, version: int) -> None:
         """No engine reads `version` any more."""
-        others = tuple(name for name in self._unreleased.pop(version, ()) if name != self.report.ctx.name)
+        names = self._unreleased.pop(version, ())
         self._letting_go.add(version)
         try:
-            refs = {name: self.report.ctx.ref(TrainerContract, name) for name in others}
+            refs = {n: self.report.ctx.ref(TrainerContract, n) for n in names if n != self.report.ctx.name}
             await together({name: ref.release_weights(version) for name, ref in refs.items()})
         except GatherError as error:
             self.report.ctx.log.warning("version %d may go, but not all ranks heard it: %s", version, error)
@@ -191,13 +189,13 @@ class Publisher:
 
 def join_parts(parts: Mapping[str, WeightManifest | None]) -> WeightManifest | None:
     """Parts by rank, in order of ranks; None if no rank published. Locations and digests are joined by commas."""
-    published = [part for part in parts.values() if part is not None]
-    if len(published) < 2:
-        return published[0] if published else None
-    is_whole = published[0].channel in SHARED_CHANNELS
+    manifests = [part for part in parts.values() if part is not None]
+    if len(manifests) < 2:
+        return manifests[0] if manifests else None
+    is_whole = manifests[0].channel in SHARED_CHANNELS
     return msgspec.structs.replace(
-        published[0],
-        location=",".join(part.location for part in published),
-        digest=",".join(part.digest for part in published),
-        num_bytes=published[0].num_bytes if is_whole else sum(part.num_bytes for part in published),
+        manifests[0],
+        location=",".join(manifest.location for manifest in manifests),
+        digest=",".join(manifest.digest for manifest in manifests),
+        num_bytes=manifests[0].num_bytes if is_whole else sum(manifest.num_bytes for manifest in manifests),
     )

@@ -43,20 +43,20 @@ class EngineWeights:
             return self._ack(manifest.version)
         self._prepared = None
         try:
-            await self.engine.prepare_weights(await self._whole(manifest))
+            await self.engine.prepare_weights(await self._without_deltas(manifest))
         except MyxaError as err:
             return self._ack(manifest.version, reason=str(err), is_whole=True)
         self._prepared = manifest
         return self._ack(manifest.version)
 
-    async def _whole(self, manifest: WeightManifest) -> WeightManifest:
+    async def _without_deltas(self, manifest: WeightManifest) -> WeightManifest:
         """What the engine can read. Raises EngineError."""
         if self.rebuilder is None:
             return manifest
-        whole, why = await self.rebuilder.whole(manifest)
-        if why:
-            self.report.tell("weights-from-full", f"{self.report.ctx.name}: {why}", version=manifest.version)
-        return whole
+        rebuilt, reason = await self.rebuilder.whole(manifest)
+        if reason:
+            self.report.tell("weights-from-full", f"{self.report.ctx.name}: {reason}", version=manifest.version)
+        return rebuilt
 
     async def close(self) -> None:
         if self.rebuilder is not None:

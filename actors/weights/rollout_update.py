@@ -150,35 +150,35 @@ class Adoption:
         self.lineage += 1
         self._manifests.clear()
 
-    def arrived(self, engine: str, epoch: int, version: int = -1) -> bool:
+    def arrived(self, name: str, epoch: int, version: int = -1) -> bool:
         """An engine reported in; False: its successor was faster. `version` >= 0: it serves that already, by an earlier
         coordinator. An older incarnation of the name is forgotten."""
-        if self.epoch_of(engine) > epoch:
+        if self.epoch_of(name) > epoch:
             return False
-        if self.epoch_of(engine) < epoch:
-            self._engines[engine] = _Engine(epoch, version, "arrived")
+        if self.epoch_of(name) < epoch:
+            self._engines[name] = _Engine(epoch, version, "arrived")
         return True
 
-    def joined(self, engine: str, epoch: int) -> bool:
+    def joined(self, name: str, epoch: int) -> bool:
         """It may adopt from now on, and does so again if what it serves is newer than what the trainer has or there was
         a rewind. False: it ended meanwhile."""
-        known = self._alive(engine, epoch)
-        if known is not None and known.state == "arrived":
-            known.move(engine, "joined" if known.version < 0 else "serving")
-            known.lineage = 0 if known.version >= 0 and self.lineage == 0 else _UNKNOWN_LINEAGE
-        return known is not None
+        engine = self._alive(name, epoch)
+        if engine is not None and engine.state == "arrived":
+            engine.move(name, "joined" if engine.version < 0 else "serving")
+            engine.lineage = 0 if engine.version >= 0 and self.lineage == 0 else _UNKNOWN_LINEAGE
+        return engine is not None
 
-    def gone(self, engine: str, epoch: int) -> bool:
+    def gone(self, name: str, epoch: int) -> bool:
         """That incarnation ended, or an earlier one; whether the engine was there and is not any more."""
-        is_known = engine in self._engines and self.epoch_of(engine) <= epoch
+        is_known = name in self._engines and self.epoch_of(name) <= epoch
         if is_known:
-            del self._engines[engine]
+            del self._engines[name]
         return is_known
 
-    def epoch_of(self, engine: str) -> int:
+    def epoch_of(self, name: str) -> int:
         """Of the incarnation that is there; -1: there is none."""
-        known = self._engines.get(engine)
-        return known.epoch if known is not None else -1
+        engine = self._engines.get(name)
+        return engine.epoch if engine is not None else -1
 
     def next(self) -> Adopt | None:
         """The engine that is furthest behind and may adopt now, or None. Marks it ADOPTING."""
@@ -198,49 +198,49 @@ class Adoption:
         engine.target, engine.target_lineage, engine.is_put_off = newest, self.lineage, False
         return Adopt(engine=name, epoch=engine.epoch, manifest=self._manifests[newest])
 
-    def adopted(self, engine: str, epoch: int, version: int) -> bool:
+    def adopted(self, name: str, epoch: int, version: int) -> bool:
         """The engine serves `version`. The word of a dead or fenced incarnation has no effect: False."""
-        known = self._alive(engine, epoch)
-        if known is not None:
-            known.move(engine, "serving")
-            known.version, known.lineage, known.refuses_since_s = version, known.target_lineage, None
-        return known is not None
+        engine = self._alive(name, epoch)
+        if engine is not None:
+            engine.move(name, "serving")
+            engine.version, engine.lineage, engine.refuses_since_s = version, engine.target_lineage, None
+        return engine is not None
 
     def trainer_ended(self, epoch: int) -> None:
         """The leader with that epoch is gone, so no engine is at fault that cannot take what it published."""
         self._ended_trainer = max(self._ended_trainer, epoch)
-        for known in self._engines.values():
-            known.refuses_since_s = None
+        for engine in self._engines.values():
+            engine.refuses_since_s = None
 
     def put_off(self, instruction: Adopt, now_s: float) -> float:
         """The engine refused and keeps what it served; it gets nothing until `ask_again` or a newer version. Returns
         for how many seconds it has refused; 0 for a dead or fenced incarnation, or what an ended trainer published."""
-        known = self._alive(instruction.engine, instruction.epoch)
-        if known is None:
+        engine = self._alive(instruction.engine, instruction.epoch)
+        if engine is None:
             return 0.0
-        known.move(instruction.engine, "serving" if known.version >= 0 else "joined")
-        known.is_put_off = True
+        engine.move(instruction.engine, "serving" if engine.version >= 0 else "joined")
+        engine.is_put_off = True
         if instruction.manifest.lineage <= self._ended_trainer:
             return 0.0
-        if known.refuses_since_s is None:
-            known.refuses_since_s = now_s
-        return now_s - known.refuses_since_s
+        if engine.refuses_since_s is None:
+            engine.refuses_since_s = now_s
+        return now_s - engine.refuses_since_s
 
-    def ask_again(self, engine: str, epoch: int) -> None:
+    def ask_again(self, name: str, epoch: int) -> None:
         """An engine that was put off may be given what it refused."""
-        if (known := self._alive(engine, epoch)) is not None:
-            known.is_put_off = False
+        if (engine := self._alive(name, epoch)) is not None:
+            engine.is_put_off = False
 
-    def lost(self, engine: str, epoch: int) -> None:
-        known = self._alive(engine, epoch)
-        if known is not None and known.state == "serving":
-            known.move(engine, "joined")
-            known.version = -1
+    def lost(self, name: str, epoch: int) -> None:
+        engine = self._alive(name, epoch)
+        if engine is not None and engine.state == "serving":
+            engine.move(name, "joined")
+            engine.version = -1
 
-    def fenced(self, engine: str, epoch: int) -> None:
+    def fenced(self, name: str, epoch: int) -> None:
         """The engine missed a deadline or refused: it gets nothing more."""
-        if (known := self._alive(engine, epoch)) is not None:
-            known.move(engine, "fenced")
+        if (engine := self._alive(name, epoch)) is not None:
+            engine.move(name, "fenced")
 
     def releasable(self) -> tuple[int, ...]:
         """Versions that no engine will read again, oldest first; they are forgotten by this call."""
@@ -253,10 +253,10 @@ class Adoption:
             del self._manifests[version]
         return free
 
-    def _alive(self, engine: str, epoch: int) -> _Engine | None:
+    def _alive(self, name: str, epoch: int) -> _Engine | None:
         """That incarnation; None: it is dead or fenced."""
-        known = self._engines.get(engine)
-        return known if known and known.epoch == epoch and known.state != "fenced" else None
+        engine = self._engines.get(name)
+        return engine if engine and engine.epoch == epoch and engine.state != "fenced" else None
 
     def _is_behind(self, engine: _Engine) -> bool:
         """Or ahead: a number that the trainer does not have is one of weights that were undone."""
@@ -386,7 +386,7 @@ class Adopter:
                     async with asyncio.timeout(limit_s):
                         ack = await work
                 except TimeoutError as err:
-                    raise NoProgress(f"was not done after {limit_s:g} s: {stall.at}") from err
+                    raise NoProgress(f"was not done after {limit_s:g} s: {stall.position}") from err
                 watch.cancel()
                 return ack
         except BaseExceptionGroup as errors:
@@ -402,8 +402,8 @@ class Adopter:
                 progress = await engine.weight_progress()
             except CallError as err:
                 self.report.ctx.log.debug("%s does not say how far it is: %s", name, err)
-            if stall.heard(progress, self.report.clock.monotonic()):
-                raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.at}")
+            if stall.is_over_limit(progress, self.report.clock.monotonic()):
+                raise NoProgress(f"no progress for {self.limits.stall_s:g} s: {stall.position}")
 
     async def _put_off(self, instruction: Adopt, reason: str) -> None:
         """Ask again after a while. An engine that refuses for too long is fenced."""
@@ -450,9 +450,9 @@ class Adopter:
         pause_s = TIMEOUTS.coordinator.first_repeat_s
         try:
             while self._unreleased:
-                of, version = oldest = min(self._unreleased)
+                lineage, version = oldest = min(self._unreleased)
                 # Else the trainer went back, and the number may mean other weights; or it was offered again meanwhile.
-                if of == self.adoption.lineage and not self.adoption.holds(version):
+                if lineage == self.adoption.lineage and not self.adoption.holds(version):
                     try:
                         await with_deadline(
                             self.report.ctx.ref(TrainerContract, LEADER), TIMEOUTS.coordinator.release_s
@@ -481,12 +481,13 @@ class StallCheck:
         self._is_silent = False
 
     @property
-    def at(self) -> str:
+    def position(self) -> str:
         """Where it was when it was heard last, for errors."""
-        where = self._last.at if self._last is not None else SILENT
-        return f"{where}, silent since" if self._is_silent and self._last is not None else where
+        if self._last is None:
+            return SILENT
+        return f"{self._last.at}, silent since" if self._is_silent else self._last.at
 
-    def heard(self, progress: WeightProgress | None, now_s: float) -> bool:
+    def is_over_limit(self, progress: WeightProgress | None, now_s: float) -> bool:
         """What the engine answered, None for no answer; whether it made no progress for longer than it may. An answer
         that nothing can be counted just now counts as progress: then only the phase's deadline counts."""
         last, self._last = self._last, progress or self._last

@@ -51,7 +51,7 @@ class Decider(CoordinatorContract):
         except ConfigError as error:
             return Outcome(accepted=False, reason=str(error))
         number = draft.earliest(roster, version) if at < 0 else at
-        verdict = await owner.judge_knobs(dict(draft.wanted[name]), number)
+        verdict = await owner.judge_knobs(dict(draft.values[name]), number)
         if not verdict.refusal:
             self.decisions.add(decided(draft, epoch, number))
             await owner.knobs_decided(epoch)

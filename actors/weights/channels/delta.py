@@ -47,27 +47,27 @@ def encode(old: NDArray[Any], new: NDArray[Any]) -> bytes:
     places = np.flatnonzero(bits)
     if not places.size:
         return b""
-    escapes, rest = np.divmod(np.diff(places, prepend=-1) - 1, ESCAPE)
+    escapes, remainders = np.divmod(np.diff(places, prepend=-1) - 1, ESCAPE)
     gaps = np.full(places.size + int(escapes.sum()), ESCAPE, np.uint8)
-    gaps[np.cumsum(escapes + 1) - 1] = rest
+    gaps[np.cumsum(escapes + 1) - 1] = remainders
     planes = np.ascontiguousarray(bits[places].view(np.uint8).reshape(-1, bits.itemsize).T)
     return zlib.compress(gaps.data, LEVEL) + zlib.compress(planes.data, LEVEL)
 
 
-def decode(data: bytes | memoryview, words: NDArray[Any]) -> None:
-    """Apply to `words` in place. Raises ValueError for bytes that are no delta of so many numbers; `words` are then as
+def decode(data: bytes | memoryview, numbers: NDArray[Any]) -> None:
+    """Apply to `numbers` in place. Raises ValueError for bytes that are no delta of so many; `numbers` are then as
     they were."""
-    gap_bytes, rest = _inflate(data, 2 * words.size)
+    gap_bytes, data = _inflate(data, 2 * numbers.size)
     gaps = np.frombuffer(gap_bytes, np.uint8)
     ends = np.flatnonzero(gaps != ESCAPE)
     if not ends.size or ends[-1] != gaps.size - 1:
         raise ValueError("its gaps end in the middle")
     places = np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
-    planes, rest = _inflate(rest, words.itemsize * ends.size)
-    if rest or len(planes) != words.itemsize * ends.size or places[-1] >= words.size:
-        raise ValueError(f"it changes {ends.size} numbers up to {places[-1]} of {words.size}")
-    bits = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(words.itemsize, -1).T)
-    words[places] ^= bits.view(words.dtype)[:, 0]
+    planes, data = _inflate(data, numbers.itemsize * ends.size)
+    if data or len(planes) != numbers.itemsize * ends.size or places[-1] >= numbers.size:
+        raise ValueError(f"it changes {ends.size} numbers up to {places[-1]} of {numbers.size}")
+    bits = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(numbers.itemsize, -1).T)
+    numbers[places] ^= bits.view(numbers.dtype)[:, 0]
 
 
 def _inflate(data: bytes | memoryview, max_bytes: int) -> tuple[bytes, bytes]:
@@ -82,16 +82,16 @@ def _inflate(data: bytes | memoryview, max_bytes: int) -> tuple[bytes, bytes]:
     return out, stream.unused_data
 
 
-def _pieces(spec: TensorSpec, whole: Bytes) -> dict[str, NDArray[Any]]:
+def _pieces(spec: TensorSpec, data: Bytes) -> dict[str, NDArray[Any]]:
     """Name in the file -> numbers, of a tensor's bytes."""
     count = int(np.prod(spec.shape, dtype=np.int64))
-    words: NDArray[Any] = whole.view(f"u{spec.num_bytes // count}") if count else whole
-    step = PIECE_BYTES // words.itemsize
-    return {f"{at // step}/{spec.name}": words[at : at + step] for at in range(0, words.size, step)}
+    numbers: NDArray[Any] = data.view(f"u{spec.num_bytes // count}") if count else data
+    step = PIECE_BYTES // numbers.itemsize
+    return {f"{start // step}/{spec.name}": numbers[start : start + step] for start in range(0, numbers.size, step)}
 
 
-def _each(work: Callable[..., Any], *items: Iterable[Any]) -> list[Any]:
-    """In threads: zlib and numpy work side by side."""
+def _map_in_threads(work: Callable[..., Any], *items: Iterable[Any]) -> list[Any]:
+    """Zlib and numpy work side by side."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="weight delta") as pool:
         return list(pool.map(work, *items))
 
@@ -103,13 +103,13 @@ def write_delta(folder: Path, old: Mapping[str, Bytes], tensors: Sequence[NamedA
     for tensor in tensors:
         before |= _pieces(tensor.spec, old[tensor.spec.name])
         after |= _pieces(tensor.spec, np.frombuffer(tensor.data, np.uint8))
-    found = zip(after, _each(encode, before.values(), after.values()), strict=True)
+    deltas = zip(after, _map_in_threads(encode, before.values(), after.values()), strict=True)
     entries = [
         NamedArray(
             spec=TensorSpec(name=name, dtype="uint8", shape=(len(data),), offset=0, num_bytes=len(data)),
             data=memoryview(data),
         )
-        for name, data in found
+        for name, data in deltas
         if data
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,13 +123,12 @@ def patch_folder(folder: Path, deltas: Sequence[WeightDelta]) -> None:
     for file in weight_files(folder):
         with open_safetensors(folder / file) as tensors:
             specs = [tensor.spec for tensor in tensors.values()]
-        whole = np.asarray(np.memmap(folder / file, np.uint8, "r+"))
-        begin = whole.size - sum(spec.num_bytes for spec in specs)
+        data = np.asarray(np.memmap(folder / file, np.uint8, "r+"))
+        begin = data.size - sum(spec.num_bytes for spec in specs)
         for spec in specs:
-            at = begin + spec.offset
-            pieces |= _pieces(spec, whole[at : at + spec.num_bytes])
+            pieces |= _pieces(spec, data[begin + spec.offset :][: spec.num_bytes])
     for delta in deltas:
         with open_safetensors(Path(delta.path)) as entries:
             if strange := set(entries) - set(pieces):
                 raise ValueError(f"{delta.path} changes {min(strange)}, which is not there")
-            _each(decode, [entry.data for entry in entries.values()], [pieces[name] for name in entries])
+            _map_in_threads(decode, [entry.data for entry in entries.values()], [pieces[name] for name in entries])

@@ -183,26 +183,26 @@ def read_memory(manifest: WeightManifest) -> Generator[Mapping[str, NamedArray]]
     if _PATH.fullmatch(manifest.location) is None:  # whatever else has that name is not opened: a pipe would block
         raise EngineError(f"{place} is no place of shared memory", remedy="take it from the manifest")
     try:
-        found = str(Path(manifest.location).readlink())
-        if not found.startswith(f"/memfd:{NAME}"):
-            raise EngineError(f"{place} is {found!r}", remedy="its owner has ended; the number is reused")
+        target = str(Path(manifest.location).readlink())
+        if not target.startswith(f"/memfd:{NAME}"):
+            raise EngineError(f"{place} is {target!r}", remedy="its owner has ended; the number is reused")
         with Path(manifest.location).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     except OSError as err:
         remedy = "the process that published it has ended, or runs as another user or in another container"
         raise EngineError(f"{place} cannot be opened: {err.strerror}", remedy=remedy) from err
-    whole = memoryview(mapped)
+    memory = memoryview(mapped)
     views: dict[str, NamedArray] = {}
     try:
         for spec in manifest.tensors:
-            if not 0 <= spec.offset <= spec.offset + spec.num_bytes <= len(whole):
+            if not 0 <= spec.offset <= spec.offset + spec.num_bytes <= len(memory):
                 raise EngineError(f"{place}: {spec.name} at {spec.offset} + {spec.num_bytes} lies outside")
-            views[spec.name] = NamedArray(spec=spec, data=whole[spec.offset : spec.offset + spec.num_bytes])
+            views[spec.name] = NamedArray(spec=spec, data=memory[spec.offset : spec.offset + spec.num_bytes])
         _check(manifest, views)
         yield views
     finally:
         with suppress(BufferError):  # a copy that failed still has a view: the memory then goes with it
-            for view in (*(tensor.data for tensor in views.values()), whole):
+            for view in (*(tensor.data for tensor in views.values()), memory):
                 view.release()
             mapped.close()
 
@@ -238,17 +238,17 @@ class DiskWeightWriter:
             clear_folders(self.root)
             self._is_clear = True
         folder = self._folder(version)
-        whole = _manifest(version, self.channel, str(folder), tuple(t.spec for t in tensors), tensors, self.host)
+        full = _manifest(version, self.channel, str(folder), tuple(t.spec for t in tensors), tensors, self.host)
         self._folders.add(folder)
         try:
-            manifest = self._write_delta(whole, tensors)
+            manifest = self._write_delta(full, tensors)
             if self.lora:
                 write_adapter(folder, str(self.model_folder.absolute()), self.lora, tensors)
-                manifest = whole
+                manifest = full
             elif manifest is None:
                 config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
                 write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
-                manifest = whole
+                manifest = full
         except (OSError, MyxaError) as err:
             raise TrainError(
                 f"cannot write weight version {version} to {folder}: {err}",
@@ -267,20 +267,20 @@ class DiskWeightWriter:
         self._clean()
         return manifest
 
-    def _write_delta(self, whole: WeightManifest, tensors: Sequence[NamedArray]) -> WeightManifest | None:
+    def _write_delta(self, full: WeightManifest, tensors: Sequence[NamedArray]) -> WeightManifest | None:
         """None where the version is to be whole. Raises OSError, ModelError."""
         last = self._last
-        if last is None or len(last.deltas) + 1 >= self.full_every or whole.version <= last.version:
+        if last is None or len(last.deltas) + 1 >= self.full_every or full.version <= last.version:
             return None
         is_there = all(Path(path).exists() for path in (last.location, *(delta.path for delta in last.deltas)))
-        if not is_there or [*map(_shape, whole.tensors)] != [*map(_shape, last.tensors)]:
+        if not is_there or [*map(_shape, full.tensors)] != [*map(_shape, last.tensors)]:
             return None
-        path, size = write_delta(Path(whole.location), self._bytes, tensors)
+        path, size = write_delta(Path(full.location), self._bytes, tensors)
         delta = WeightDelta(
-            version=whole.version, base=last.version, path=str(path), num_bytes=size, digest=whole.digest,
+            version=full.version, base=last.version, path=str(path), num_bytes=size, digest=full.digest,
             base_digest=last.digest,
         )  # fmt: skip
-        return replace(whole, location=last.location, deltas=(*last.deltas, delta))
+        return replace(full, location=last.location, deltas=(*last.deltas, delta))
 
     def _folder(self, version: int) -> Path:
         return self.root / f"version_{version:08d}"
@@ -313,7 +313,8 @@ class DiskWeightWriter:
     def _clean(self) -> None:
         """Delete what no version needs that engines may still read, or that the next delta changes."""
         needed = [*self._unreleased.values(), *([] if self._last is None else [self._last])]
-        paths = {Path(one.location) for one in needed} | {Path(d.path).parent for one in needed for d in one.deltas}
+        paths = {Path(manifest.location) for manifest in needed}
+        paths |= {Path(delta.path).parent for manifest in needed for delta in manifest.deltas}
         for folder in self._folders - paths:
             shutil.rmtree(folder, ignore_errors=True)
         self._folders &= paths
@@ -354,8 +355,8 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
     try:
         with open_weights(folder, read_config(folder)) as tensors:
             for spec in manifest.tensors:
-                found = tensors.get(spec.name)
-                if found is None or (found.spec.dtype, found.spec.shape) != (spec.dtype, spec.shape):
+                tensor = tensors.get(spec.name)
+                if tensor is None or (tensor.spec.dtype, tensor.spec.shape) != (spec.dtype, spec.shape):
                     raise EngineError(
                         f"weight version {manifest.version}: {spec.name} in {folder} is not what was published",
                         remedy="do not write into the run's weight folders",
@@ -398,10 +399,10 @@ FETCH_S = 60.0
 """For one piece; the call itself has a shorter deadline."""
 
 
-def _come(asked: Future[FetchReply]) -> FetchReply:
+def _await_reply(reply: Future[FetchReply]) -> FetchReply:
     """Blocks. Raises EngineError where nothing comes, and what the call raises."""
     try:
-        return asked.result(FETCH_S)
+        return reply.result(FETCH_S)
     except TimeoutError as err:
         raise EngineError(
             f"{LEADER} sent no piece of a weight version in {FETCH_S:g} s",
@@ -461,25 +462,25 @@ class RebuiltFolder:
     def _rebuild(self, root: Path, manifest: WeightManifest) -> tuple[WeightManifest, str]:
         (digest, folder), deltas = self._held, manifest.deltas
         digests = [deltas[0].base_digest if deltas else manifest.digest, *(delta.digest for delta in deltas)]
-        why = f"what is held ({digest or 'nothing'}) is the base of none of its deltas"
+        reason = f"what is held ({digest or 'nothing'}) is the base of none of its deltas"
         if digest in digests:
             begin = digests.index(digest)
             near = self._near(root, deltas[begin:], manifest)
             try:
                 return self._make(root, folder, manifest, near), ""
             except (OSError, ValueError, MyxaError) as err:
-                why = str(err)
+                reason = str(err)
         full, near = Path(manifest.location), self._near(root, deltas, manifest)
         try:
-            made = self._make(root, full, manifest, near)
+            rebuilt = self._make(root, full, manifest, near)
         except (OSError, ValueError, MyxaError) as err:
             raise EngineError(
                 f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas: {err}; "
-                f"at first: {why}",
+                f"at first: {reason}",
                 remedy="the folders must be reachable from this host (a shared file system, or weights.channel = "
                 '"tcp"), and TMPDIR have room',
             ) from err
-        return made, f"version {manifest.version} is made from {full}: {why}" if deltas else ""
+        return rebuilt, f"version {manifest.version} is made from {full}: {reason}" if deltas else ""
 
     def _make(self, root: Path, base: Path, manifest: WeightManifest, deltas: Sequence[WeightDelta]) -> WeightManifest:
         """From `base`, which is the version before the first of `deltas`. What is held goes once all is here."""
@@ -500,10 +501,10 @@ class RebuiltFolder:
                 shutil.copytree(base, folder)
         patch_folder(folder, deltas)
         shutil.rmtree(root / FETCHED, ignore_errors=True)
-        made = replace(manifest, channel="disk", location=str(folder), deltas=())
-        with read_folder(made):
+        rebuilt = replace(manifest, channel="disk", location=str(folder), deltas=())
+        with read_folder(rebuilt):
             self._held = manifest.digest, folder
-        return made
+        return rebuilt
 
     def _near(self, root: Path, deltas: Sequence[WeightDelta], manifest: WeightManifest) -> Sequence[WeightDelta]:
         """As files of this host."""
@@ -521,16 +522,16 @@ class RebuiltFolder:
         draft = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        for name, size in _come(self._ask(FetchRequest(version=version))).files.items():
+        for name, size in _await_reply(self._ask(FetchRequest(version=version))).files.items():
             if Path(name).name != name:
                 raise EngineError(f"weight version {version} has a file {name!r:.200}", remedy="this is a bug")
-            offsets, asked = iter(range(0, size, FETCH_BYTES)), deque[Future[FetchReply]]()
+            offsets, replies = iter(range(0, size, FETCH_BYTES)), deque[Future[FetchReply]]()
             with (draft / name).open("wb") as file:
                 while file.tell() < size:
-                    for offset in islice(offsets, NUM_ASKED - len(asked)):
+                    for offset in islice(offsets, NUM_ASKED - len(replies)):
                         piece = FetchRequest(version=version, file=name, offset=offset, num_bytes=FETCH_BYTES)
-                        asked.append(self._ask(piece))
-                    data = _come(asked.popleft()).data
+                        replies.append(self._ask(piece))
+                    data = _await_reply(replies.popleft()).data
                     if data.nbytes != min(FETCH_BYTES, size - file.tell()):
                         raise EngineError(f"weight version {version}: {name} ends at {file.tell() + data.nbytes}")
                     file.write(data.data)

@@ -117,12 +117,12 @@ _FUSED = re.compile(r"(.+)\.(q|k|v|gate|up)_proj\.(weight|weight_scale_inv|bias)
 def parameter_of(name: str) -> tuple[str, tuple[int, int]]:
     """The parameter of SGLang that holds a HuggingFace tensor, and the tensor's place in it. Scales of FP8 in blocks
     are joined as their weights are: SGLang refuses weights whose parts end within a block."""
-    if found := _EXPERT.fullmatch(name):
-        stem, expert, kind, suffix = found.groups()
+    if match := _EXPERT.fullmatch(name):
+        stem, expert, kind, suffix = match.groups()
         return f"{stem}.{'w2' if kind == 'down' else 'w13'}_weight{suffix}", (int(expert), int(kind == "up"))
-    if found := _FUSED.fullmatch(name):
-        stem, kind, what = found.groups()
-        return f"{stem}.{'qkv' if kind in 'qkv' else 'gate_up'}_proj.{what}", ("qkv".find(kind), int(kind == "up"))
+    if match := _FUSED.fullmatch(name):
+        stem, kind, suffix = match.groups()
+        return f"{stem}.{'qkv' if kind in 'qkv' else 'gate_up'}_proj.{suffix}", ("qkv".find(kind), int(kind == "up"))
     return name, (0, 0)
 
 
