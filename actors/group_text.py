@@ -46,7 +46,7 @@ def group_text(
         oldest_version=min(versions, default=-1),
         newest_version=max(versions, default=-1),
         group_id=group.group_id,
-        messages=_bounded(group.prompt.messages, 2 * MAX_CHARS),
+        messages=_bounded_messages(group.prompt.messages, 2 * MAX_CHARS),
         tools=_tools(group.prompt.tools),
         label=shortened(group.prompt.label),
         outcome=outcome,
@@ -61,15 +61,15 @@ def group_text(
 
 
 def _answer(group: Group, sample: Sample, reward: float, parts: Mapping[str, float], num_chars: int) -> AnswerText:
-    num_given, of = _given(group, sample)
+    num_shared, branch = _shared_turns(group, sample)
     return AnswerText(
         index=sample.index,
         branch=sample.branch,
-        messages=_bounded([*sample.messages, *_turns(sample, num_given)], num_chars),
+        messages=_bounded_messages([*sample.messages, *_turns(sample, num_shared)], num_chars),
         tools=_tools(sample.tools),
         num_opening=min(len(sample.messages), MAX_MESSAGES // 2),
-        num_shared=num_given,
-        shared_with=of,
+        num_shared=num_shared,
+        shared_with=branch,
         reward=reward,
         reward_parts=dict(list(parts.items())[:MAX_PARTS]),
         finish=sample.finish,
@@ -77,29 +77,29 @@ def _answer(group: Group, sample: Sample, reward: float, parts: Mapping[str, flo
     )
 
 
-def _given(group: Group, sample: Sample) -> tuple[int, int]:
+def _shared_turns(group: Group, sample: Sample) -> tuple[int, int]:
     """How many turns of the model a sample has from another one of its rollout, and which one; -1: none."""
-    if not sample.branch or (num_given := len(sample.turns) - len(sample.model_runs())) <= 0:
+    if not sample.branch or (num_shared := len(sample.turns) - len(sample.model_runs())) <= 0:
         return 0, -1
     size = len(sample.prompt_ids)
-    others = (one for one in group.samples if one.index == sample.index and one.branch < sample.branch)
-    for other in others:
+    earlier = (other for other in group.samples if other.index == sample.index and other.branch < sample.branch)
+    for other in earlier:
         if np.array_equal(np.concatenate([other.prompt_ids, other.response_ids])[:size], sample.prompt_ids):
-            return num_given, other.branch
-    return num_given, -1
+            return num_shared, other.branch
+    return num_shared, -1
 
 
-def _turns(sample: Sample, num_given: int) -> list[Message | SaidText]:
+def _turns(sample: Sample, num_shared: int) -> list[Message | SaidText]:
     """All that was said after the prompt; no tokens where turns and runs of tokens do not correspond."""
-    runs, found = sample.model_runs(), list[Message | SaidText]()
+    runs, messages = sample.model_runs(), list[Message | SaidText]()
     for number, text in enumerate(sample.turns):
         facts: dict[str, Any] = {"is_model": True}
-        if number >= num_given and len(runs) == len(sample.turns) - num_given:
-            begin, end = runs[number - num_given]
+        if number >= num_shared and len(runs) == len(sample.turns) - num_shared:
+            begin, end = runs[number - num_shared]
             facts |= _of_tokens(sample, begin, end)
-        found.append(SaidText(role="assistant", content=text, **facts))
-        found += sample.replies[number] if number < len(sample.replies) else ()
-    return found
+        messages.append(SaidText(role="assistant", content=text, **facts))
+        messages += sample.replies[number] if number < len(sample.replies) else ()
+    return messages
 
 
 def _of_tokens(sample: Sample, begin: int, end: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _of_tokens(sample: Sample, begin: int, end: int) -> dict[str, Any]:
     }
 
 
-def _said(message: Message) -> SaidText:
+def _message_text(message: Message) -> SaidText:
     return SaidText(
         role=shortened(message.role, MAX_NAME),
         content=message.content,
@@ -134,21 +134,21 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
 
 
-def _bounded(said: Sequence[Message | SaidText], num_chars: int) -> tuple[SaidText, ...]:
-    left = num_chars
-    cut = len(said) - MAX_MESSAGES
-    if cut > 0:
+def _bounded_messages(messages: Sequence[Message | SaidText], num_chars: int) -> tuple[SaidText, ...]:
+    num_left = num_chars
+    num_cut = len(messages) - MAX_MESSAGES
+    if num_cut > 0:
         half = MAX_MESSAGES // 2
-        gap = SaidText(role="", content=f"[... {cut:,} messages ...]")
-        said = [*said[:half], gap, *said[half + cut :]]
-    found: list[SaidText] = []
-    for at, message in enumerate(said):
-        one = _said(message) if isinstance(message, Message) else message
-        most = min(MAX_CHARS, max(left // (len(said) - at), 40))
-        content, thought, *calls = (shortened(text, most) for text in (one.content, one.thought, *one.calls))
-        left -= len(content) + len(thought) + sum(map(len, calls))
-        found.append(replace(one, content=content, thought=thought, calls=tuple(calls)))
-    return tuple(found)
+        gap = SaidText(role="", content=f"[... {num_cut:,} messages ...]")
+        messages = [*messages[:half], gap, *messages[half + num_cut :]]
+    texts: list[SaidText] = []
+    for number, message in enumerate(messages):
+        shown = _message_text(message) if isinstance(message, Message) else message
+        most = min(MAX_CHARS, max(num_left // (len(messages) - number), 40))
+        content, thought, *calls = (shortened(text, most) for text in (shown.content, shown.thought, *shown.calls))
+        num_left -= len(content) + len(thought) + sum(map(len, calls))
+        texts.append(replace(shown, content=content, thought=thought, calls=tuple(calls)))
+    return tuple(texts)
 
 
 def shortened(text: str, most: int = MAX_CHARS) -> str:

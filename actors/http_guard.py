@@ -86,9 +86,9 @@ def elsewhere(head: Head, hosts: frozenset[str] = HOSTS, *, is_visit: bool = Fal
     return None
 
 
-def same(given: str, wanted: str) -> bool:
+def same(left: str, right: str) -> bool:
     """Whether two secrets are equal; takes as long whichever character differs."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace"))
+    return hmac.compare_digest(left.encode("utf-8", "replace"), right.encode("utf-8", "replace"))
 
 
 def host_name(host: str) -> str:

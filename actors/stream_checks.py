@@ -96,9 +96,9 @@ class _Stream:
         if self._is_over:
             return "it continues after its end"
         self._is_over = delta.finish is not None
-        found = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, orders)
-        if found:
-            return found
+        problem = _wrong_shapes(delta) or _wrong_values(delta, vocab_size) or self._wrong_stamps(delta, orders)
+        if problem:
+            return problem
         if self.num_tokens + delta.output_ids.size > self._limit:
             return f"{self.num_tokens + delta.output_ids.size} tokens came, {self._limit} were asked for"
         is_stopped = delta.finish == "stop" and delta.matched is not None and delta.output_ids.size > 0
@@ -137,7 +137,7 @@ def _wrong_values(delta: Delta, vocab_size: int) -> str:
     if not ids:
         return ""
     if min(ids) < 0 or max(ids) >= vocab_size:
-        outside = next(one for one in ids if not 0 <= one < vocab_size)
+        outside = next(token for token in ids if not 0 <= token < vocab_size)
         return f"token id {outside} lies outside the vocabulary of {vocab_size}"
     if not math.isfinite(sum(logprobs)):
         return "a log-prob is NaN or infinite"
@@ -164,9 +164,9 @@ def checked_rollout(
     turns were drawn at, their rewards and metadata as plain values, and numbers of their own: one that was made of
     another one gets a new number. The last one says the reward of the rollout, if any does. Raises UserCodeError,
     EngineError. `choices`: samples must have the experts of their tokens."""
-    found: list[Sample] = []
-    for one in samples:
-        sample = _checked_sample(one, prompt, index, vocab_size=vocab_size)
+    checked: list[Sample] = []
+    for value in samples:
+        sample = _checked_sample(value, prompt, index, vocab_size=vocab_size)
         if sample.loss not in loss_parts:
             raise UserCodeError(
                 f'workflow returned a sample with loss = "{sample.loss}", which this run does not have '
@@ -181,21 +181,21 @@ def checked_rollout(
         temperature = temperatures.get(sample.branch, sample.temperature)
         if sample.temperature != temperature:
             sample = msgspec.structs.replace(sample, temperature=temperature)
-        numbers = {other.branch for other in found}
+        numbers = {other.branch for other in checked}
         if sample.branch in numbers:
             sample = msgspec.structs.replace(sample, branch=max(*numbers, *temperatures, 0) + 1)
-        found.append(sample)
-    said = [sample.reward for sample in found if sample.reward is not None]
-    if said and found[-1].reward is None:
-        found[-1] = msgspec.structs.replace(found[-1], reward=said[-1])
-    return tuple(found)
+        checked.append(sample)
+    rewards = [sample.reward for sample in checked if sample.reward is not None]
+    if rewards and checked[-1].reward is None:
+        checked[-1] = msgspec.structs.replace(checked[-1], reward=rewards[-1])
+    return tuple(checked)
 
 
 def _checked_sample(sample: object, prompt: Prompt, index: int, *, vocab_size: int | None) -> Sample:
-    where = f"(group {prompt.group_id}, sample {index})"
+    place = f"(group {prompt.group_id}, sample {index})"
     if not isinstance(sample, Sample):
         raise UserCodeError(
-            f"workflow returned a value of type {type(sample).__name__}, not a Sample {where}",
+            f"workflow returned a value of type {type(sample).__name__}, not a Sample {place}",
             remedy="end it with `return ctx.episode.sample()`",
         )
     if (sample.group_id, sample.index) != (prompt.group_id, index):
@@ -209,13 +209,13 @@ def _checked_sample(sample: object, prompt: Prompt, index: int, *, vocab_size: i
         raise EngineError(str(err), remedy="the engine or workflow broke the per-token contract") from err
     except Exception as err:
         raise UserCodeError(
-            f"workflow returned a sample that cannot be checked: {what_was_raised(err)} {where}",
+            f"workflow returned a sample that cannot be checked: {what_was_raised(err)} {place}",
             remedy="end it with `return ctx.episode.sample()`",
         ) from err
-    return _with_plain_outcome(sample, where)
+    return _with_plain_outcome(sample, place)
 
 
-def _with_plain_outcome(sample: Sample, where: str) -> Sample:
+def _with_plain_outcome(sample: Sample, place: str) -> Sample:
     """Reward and metadata as they will be after a journey: a float, and what JSON makes of the rest."""
     if sample.reward is None and not sample.metadata:
         return sample
@@ -224,13 +224,13 @@ def _with_plain_outcome(sample: Sample, where: str) -> Sample:
         reward = None if reward is None else number_of(reward)
     except Unusable as err:
         raise UserCodeError(
-            f"workflow: reward of its sample: {words_of(err)} {where}",
+            f"workflow: reward of its sample: {words_of(err)} {place}",
             remedy="give episode.sample(reward=...) a finite number",
         ) from err
-    return msgspec.structs.replace(sample, reward=reward, metadata=_plain(sample.metadata, where))
+    return msgspec.structs.replace(sample, reward=reward, metadata=_plain(sample.metadata, place))
 
 
-def _plain(metadata: object, where: str) -> dict[str, object]:
+def _plain(metadata: object, place: str) -> dict[str, object]:
     cause: Exception | None = None
     try:
         written = orjson.dumps(metadata)
@@ -242,4 +242,4 @@ def _plain(metadata: object, where: str) -> dict[str, object]:
             return cast("dict[str, object]", read)
         why = "is no dict" if len(written) <= MAX_METADATA_BYTES else f"has {len(written):,} bytes as JSON"
     remedy = f"give episode.sample(metadata=...) a dict of JSON values, of at most {MAX_METADATA_BYTES:,} bytes in all"
-    raise UserCodeError(f"workflow: the metadata of its sample {why} {where}", remedy=remedy) from cause
+    raise UserCodeError(f"workflow: the metadata of its sample {why} {place}", remedy=remedy) from cause

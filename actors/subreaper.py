@@ -110,10 +110,10 @@ def descendants(pid: int) -> list[int]:
             # The name in parentheses may hold anything; the parent is the second field after it.
             parent = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(folder.name))
-    found = list(children.get(pid, ()))
-    for one in found:
-        found.extend(children.get(one, ()))
-    return found
+    pids = list(children.get(pid, ()))
+    for descendant in pids:
+        pids.extend(children.get(descendant, ()))
+    return pids
 
 
 def _end_like(status: int) -> None:

@@ -212,7 +212,7 @@ async def _conduct(
         say=screen.say, tell=screen.tell,
     )  # fmt: skip
 
-    def asked(reason: str, number: int) -> None:
+    def on_request(reason: str, number: int) -> None:
         screen.say(f"{reason}: ending the run; a second signal ends it at once")
         supervisor.request_stop(reason, number)
 
@@ -221,7 +221,7 @@ async def _conduct(
         async with open_control(context, runtime.path) as url:
             if url:
                 screen.say(f"dashboard: {url}")
-            with stop_signals(asked) as forced:
+            with stop_signals(on_request) as forced:
                 async with runtime.kept([rendezvous.rdzv_path, runtime.path / NOTE]):
                     ending = await _until_forced(lead, rendezvous, forced)
     except LaunchError as error:

@@ -77,8 +77,8 @@ class Latest:
         """Values that were not kept because there are too many names or sources."""
 
     def apply(self, bundle: Telemetry, now_s: float) -> None:
-        for what, num in bundle.dropped.items():
-            self.dropped[what if what in self.dropped or len(self.dropped) < _MAX_NAMES else "others"] += num
+        for kind, num in bundle.dropped.items():
+            self.dropped[kind if kind in self.dropped or len(self.dropped) < _MAX_NAMES else "others"] += num
         for point in bundle.metrics:
             self._apply_point(point, now_s)
         for event in bundle.events:

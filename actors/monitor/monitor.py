@@ -132,7 +132,7 @@ class Monitor(MonitorContract):
         if not any(_is_time(point) for point in bundle.metrics):
             return bundle
         now = self.clock.monotonic()
-        kept: list[MetricPoint] = []
+        points: list[MetricPoint] = []
         for point in bundle.metrics:
             if _is_time(point) and now < self._time_written_s.get(point.source, -1e18) + self.time_every_s:
                 self._held_times[point.source] = point
@@ -140,18 +140,18 @@ class Monitor(MonitorContract):
             if _is_time(point):
                 self._time_written_s[point.source] = now
                 self._held_times.pop(point.source, None)
-            kept.append(point)
-        return msgspec.structs.replace(bundle, metrics=tuple(kept))
+            points.append(point)
+        return msgspec.structs.replace(bundle, metrics=tuple(points))
 
     def _tell_drops(self) -> None:
         """One event for losses since the last one."""
         self._drops_told_s = self.clock.monotonic()
         places = {"actors": self._latest.dropped, "sinks": self._sinks.dropped}
-        dropped = Counter({f"{what} ({at})": num for at, lost in places.items() for what, num in lost.items()})
+        dropped = Counter({f"{kind} ({place})": num for place, lost in places.items() for kind, num in lost.items()})
         if not (news := dropped - self._drops_told):
             return
         self._drops_told = dropped
-        parts = ", ".join(f"{num} {what}" for what, num in news.most_common(8))
+        parts = ", ".join(f"{num} {kind}" for kind, num in news.most_common(8))
         text = f"{news.total()} telemetry records were lost, there were more than monitor or sinks could take: {parts}"
         event = Event(source="monitor", wall_s=self.clock.wall(), kind="telemetry-dropped", text=text, data=dict(news))
         self._sinks.put(Telemetry(events=(event,)))

@@ -128,7 +128,7 @@ class SinkThread:
             self._num_refused = -1
             self._context.emit(WRITTEN_EVENT, f"sink {self.name} writes again{lost}")
 
-    def _try(self, what: str, bundle: Telemetry | None = None) -> bool:
+    def _try(self, action: str, bundle: Telemetry | None = None) -> bool:
         try:
             if bundle is None:
                 self._sink.flush()
@@ -136,7 +136,7 @@ class SinkThread:
                 self._sink.write(bundle)
         except Exception as error:  # noqa: BLE001 - foreign code; it must not stop the run
             if refusal(error) is None:
-                self._disable(f"failed to {what}", error)
+                self._disable(f"failed to {action}", error)
                 return False
             if self._num_refused < 0:
                 self._num_refused = 0
@@ -145,10 +145,10 @@ class SinkThread:
             return False
         return True
 
-    def _disable(self, what: str, error: Exception) -> None:
+    def _disable(self, problem: str, error: Exception) -> None:
         self.is_active = False
-        _log.warning("sink %s %s and is off from now on: %r", self.name, what, error)
-        text = f"sink {self.name} {what} and is off from now on: {type(error).__name__}: {error}"
+        _log.warning("sink %s %s and is off from now on: %r", self.name, problem, error)
+        text = f"sink {self.name} {problem} and is off from now on: {type(error).__name__}: {error}"
         self._context.emit("sink-disabled", text)
 
 

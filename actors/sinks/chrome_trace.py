@@ -88,11 +88,11 @@ class ChromeTraceSink:
         if file is not None:
             file.close()
 
-    def _name(self, what: str, pid: int, tid: int, **args: object) -> None:
-        named = {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-        self._names.append(_line(named))
+    def _name(self, title: str, pid: int, tid: int, **args: object) -> None:
+        event = {"ph": "M", "name": title, "pid": pid, "tid": tid, "args": args}
+        self._names.append(_line(event))
         if self._file is not None and self._file.has_begun:
-            self._add(named)
+            self._add(event)
 
     def _pid(self, source: str) -> int:
         if source not in self._pids:

@@ -127,9 +127,9 @@ class LineFile:
             self.has_begun = True
         while self._waiting:
             data = b"".join(self._waiting)
-            rest = data[os.write(self._file, data) :]
-            self._waiting = deque(rest.splitlines(keepends=True))
-            self._num_bytes = len(rest)
+            unwritten = data[os.write(self._file, data) :]
+            self._waiting = deque(unwritten.splitlines(keepends=True))
+            self._num_bytes = len(unwritten)
         if self._num_lost:
             self.tell("telemetry-gap", f"{self.path.name} lacks {self._num_lost} lines: its disk refused them")
             self._num_lost = 0

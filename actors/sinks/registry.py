@@ -71,18 +71,18 @@ def _check_options(name: str, factory: Callable[..., Any], options: Mapping[str,
         return
     for option in options:
         if option not in parameters:
-            known = ", ".join(parameters) or "none"
+            option_names = ", ".join(parameters) or "none"
             raise ConfigError(
                 f"monitor.options.{name}: {option!r} is no option of this sink; {suggest(option, parameters)}",
-                remedy=f"it takes {known}",
+                remedy=f"it takes {option_names}",
             )
 
 
 def check_name(name: str) -> None:
     """Raise ConfigError if no sink is called so."""
-    where, colon, _ = name.rpartition(":")
-    if where.endswith(".py"):
-        file_of(where, _EXPECTED.key)
+    module, colon, _ = name.rpartition(":")
+    if module.endswith(".py"):
+        file_of(module, _EXPECTED.key)
     if colon or name in _OURS:
         return
     near = nearest(name, _OURS)

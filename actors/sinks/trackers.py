@@ -35,10 +35,10 @@ _ALONE = frozenset({LEADER, "coordinator", "buffer", "monitor"})
 
 def curves_of(point: MetricPoint) -> dict[str, float]:
     """By their names in the one list: `train/loss` of trainer/0 stays, rollout/1's are `rollout.1/running`."""
-    own = f"{point.source.partition('/')[0]}/"
+    role_prefix = f"{point.source.partition('/')[0]}/"
     head = "" if point.source in _ALONE else f"{point.source.replace('/', '.')}/"
     return {
-        head + (name.removeprefix(own) if head else name): value
+        head + (name.removeprefix(role_prefix) if head else name): value
         for name, value in point.values.items()
         if not name.startswith("time/")
     }
@@ -132,10 +132,10 @@ class WandbSink(Tracker):
         chosen = wandb.setup().settings  # by environment or settings file
         mode = self._mode or (str(chosen.mode) if "mode" in chosen.model_fields_set else "offline")
         note = context.run_dir / "wandb.run_id"
-        known = _noted(note)
+        run_id = _noted(note)
         self._run = wandb.init(
-            id=known,
-            resume="allow" if known else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             name=context.run_dir.name,
             dir=str(context.run_dir),
             mode=mode,
@@ -148,8 +148,8 @@ class WandbSink(Tracker):
         self._run.config.update(dict(context.settings), allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        where = self._run.url if mode == "online" else self._run.dir
-        context.emit("wandb-opened", f"W&B run {self._run.id} ({mode}): {where}")
+        place = self._run.url if mode == "online" else self._run.dir
+        context.emit("wandb-opened", f"W&B run {self._run.id} ({mode}): {place}")
 
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
         self._run.log({**values, "step": step, "wall_s": wall_s})
@@ -210,12 +210,12 @@ class MlflowSink(Tracker):
         client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
         self._entities = import_module("mlflow.entities")
         note = context.run_dir / "mlflow.run_id"
-        if known := _noted(note):
-            self._run_id = known
+        if run_id := _noted(note):
+            self._run_id = run_id
         else:
-            there = client.get_experiment_by_name(self._experiment)
-            where = there.experiment_id if there else client.create_experiment(self._experiment)
-            self._run_id = client.create_run(where, run_name=context.run_dir.name).info.run_id
+            experiment = client.get_experiment_by_name(self._experiment)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+            self._run_id = client.create_run(experiment_id, run_name=context.run_dir.name).info.run_id
             note.write_text(f"{self._run_id}\n", encoding="utf-8")
             params = [
                 self._entities.Param(_FORBIDDEN.sub("_", key), str(value)[:_MAX_VALUE])
@@ -229,8 +229,8 @@ class MlflowSink(Tracker):
 
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
         at_ms = round(wall_s * 1000)
-        named = ((_FORBIDDEN.sub("_", name), value) for name, value in values.items())
-        self._pending += [self._entities.Metric(name, value, at_ms, step) for name, value in named]
+        clean_values = ((_FORBIDDEN.sub("_", name), value) for name, value in values.items())
+        self._pending += [self._entities.Metric(name, value, at_ms, step) for name, value in clean_values]
 
     def flush(self) -> None:
         """At most every two seconds: each batch is a request. A server that is away gets them when it is back."""

@@ -234,11 +234,11 @@ class TenantAssets:
         self._last = self._look()
 
     def _look(self) -> tuple[TagReport, ...]:
-        found = [tag for store in self._stores for tag in store.report()]
+        reports = [tag for store in self._stores for tag in store.report()]
         if self._comms is not None:  # their size is not known: the measurement sees it
             backing = "discarded" if self._are_comms_away else "mapped_dirty"
-            found.append(TagReport(COMMS, 0, "rematerialise", backing))
-        return tuple(found)
+            reports.append(TagReport(COMMS, 0, "rematerialise", backing))
+        return tuple(reports)
 
     # -- done in the tenant's thread; both return the bytes that are copied
 
@@ -254,11 +254,11 @@ class TenantAssets:
                 self._are_comms_away = True
                 raise
             self._are_comms_away = True
-        return sum(store.release(tags) for store in self._stores if (tags := _known(store, command.tags)))
+        return sum(store.release(tags) for store in self._stores if (tags := _tags_of(store, command.tags)))
 
     def restore(self, command: MemoryCommand) -> int:
         """Communicators last: they find the device as it will be."""
-        copied_bytes = sum(store.restore(tags) for store in self._stores if (tags := _known(store, command.tags)))
+        copied_bytes = sum(store.restore(tags) for store in self._stores if (tags := _tags_of(store, command.tags)))
         if COMMS in command.tags and self._comms is not None and self._are_comms_away:
             try:
                 self._comms.restore(command.epoch, command.deadline_s)
@@ -269,7 +269,7 @@ class TenantAssets:
         return copied_bytes
 
 
-def _known(store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
+def _tags_of(store: AssetStore, tags: Sequence[Tag]) -> list[Tag]:
     have = {tag.tag for tag in store.report()}
     return [tag for tag in tags if tag in have]
 
@@ -301,8 +301,8 @@ class CountedRoom:
         )
 
     def release(self, tags: Collection[Tag]) -> int:
-        if left := self._held.intersection(tags):
-            self._held -= left
+        if leaving := self._held.intersection(tags):
+            self._held -= leaving
             self.vacate()
         return 0
 

@@ -105,9 +105,9 @@ MAX_SERVED = 1000
 
 
 async def serve_model(
-    folder: Path, told: Callable[[dict[str, Any]], None], *, host: str, port: int, num: int, threads: int
+    folder: Path, tell: Callable[[dict[str, Any]], None], *, host: str, port: int, num: int, threads: int
 ) -> None:
-    """Answer requests from a model's folder until the task is cancelled. `told`: gets the address and the key."""
+    """Answer requests from a model's folder until the task is cancelled. `tell` gets the address and the key."""
     from ...actors.engines.embedded.core import EmbeddedOptions
     from ...actors.engines.embedded.engine import EmbeddedEngine
     from ...actors.gateway.server import Gateway, ListenOptions
@@ -124,19 +124,19 @@ async def serve_model(
         )
         gateway.answer_eval(tokenizer, model, limit=lambda: MAX_SERVED, is_serving=lambda: True)
         await gateway.start()
-        told(msgspec.to_builtins(await gateway.served()))
+        tell(msgspec.to_builtins(await gateway.served()))
         await engine.until_lost()
     finally:
         await gateway.stop()
         await engine.close()
 
 
-def agent_workflow(config: RunConfig, own: Gateway, models: Mapping[str, ReachedModel]) -> AgentWorkflow:
+def agent_workflow(config: RunConfig, gateway: Gateway, models: Mapping[str, ReachedModel]) -> AgentWorkflow:
     """What is started for each rollout. `own`: the actor's gateway."""
     from ...actors.gateway.agent import AgentWorkflow
 
     path = os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))
-    return AgentWorkflow(config.agent, own, models, {**os.environ, "PATH": path})
+    return AgentWorkflow(config.agent, gateway, models, {**os.environ, "PATH": path})
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
@@ -148,9 +148,9 @@ def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
 def eval_rewards(config: RunConfig) -> dict[str, RewardSettings]:
     """By the name of the set, of those that are not judged as training samples are."""
     return {
-        name: config.reward.alone(one.reward, pattern=one.reward_pattern, args=one.reward_args)
-        for name, one in sorted(config.eval.sets.items())
-        if one.reward
+        name: config.reward.alone(settings.reward, pattern=settings.reward_pattern, args=settings.reward_args)
+        for name, settings in sorted(config.eval.sets.items())
+        if settings.reward
     }
 
 
@@ -162,18 +162,20 @@ def other_models(config: RunConfig) -> dict[str, OtherModel]:
     from ...actors.rollout.other_models import OtherModel
     from ...actors.workflows.episode import ModelSpec
 
-    found: dict[str, OtherModel] = {}
-    for name, one in config.models.items():
+    models: dict[str, OtherModel] = {}
+    for name, settings in config.models.items():
         spec = ModelSpec(
-            model_path=one.path,
-            chat_template_kwargs=one.chat_template_kwargs,
+            model_path=settings.path,
+            chat_template_kwargs=settings.chat_template_kwargs,
             date=config.data.date,
             sampling=train_sampling(config.of_model(name)),
-            context_length=one.engine.context_length or read_config(one.path).context_length,
+            context_length=settings.engine.context_length or read_config(settings.path).context_length,
         )
-        num = one.count * len(one.nodes)
-        found[name] = OtherModel(name, spec, num_actors=num, max_requests=one.max_requests, timeout_s=one.timeout_s)
-    return found
+        num = settings.count * len(settings.nodes)
+        models[name] = OtherModel(
+            name, spec, num_actors=num, max_requests=settings.max_requests, timeout_s=settings.timeout_s
+        )
+    return models
 
 
 def make_judges(config: RunConfig, models: Mapping[str, OtherModel]) -> Judges | None:
@@ -182,7 +184,7 @@ def make_judges(config: RunConfig, models: Mapping[str, OtherModel]) -> Judges |
         return None
     from ...actors.rewards.judge import Judges  # a client for HTTP
 
-    return Judges(config.judge, os.environ, {name: one.chat for name, one in models.items()})
+    return Judges(config.judge, os.environ, {name: model.chat for name, model in models.items()})
 
 
 def eval_rewarders(config: RunConfig, judges: Judges | None) -> dict[str, Rewarder]:

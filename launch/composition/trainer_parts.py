@@ -199,9 +199,9 @@ class GangStart:
 
     def __init__(self, spec: ActorSpec, config: RunConfig, run_dir: Path) -> None:
         self._attempt = spec.attempt
-        self._named = config.trainer.resume
+        self._start_name = config.trainer.resume
         self._run_dir = run_dir
-        self._own = run_dir / CHECKPOINTS
+        self._checkpoints = run_dir / CHECKPOINTS
 
     def find(self, torn: Mapping[str, str]) -> StartPoint:
         """See `StartFinder`. Raises TrainError if `trainer.resume` names nothing whole, or nothing older will do."""
@@ -209,8 +209,8 @@ class GangStart:
         floor = origin.lives[-1].floor if origin.lives else 0
         place, passed_over = "", list[str]()
         falls_back = self._falls_back(torn)
-        there, too_old = list_checkpoints(self._own) if self._attempt or falls_back else (), list[int]()
-        for info in sorted(there, key=lambda info: info.version, reverse=True):
+        checkpoints, too_old = list_checkpoints(self._checkpoints) if self._attempt or falls_back else (), list[int]()
+        for info in sorted(checkpoints, key=lambda info: info.version, reverse=True):
             problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
             if not problem and info.version < floor:
                 too_old.append(info.version)
@@ -222,7 +222,7 @@ class GangStart:
         if falls_back and not place:
             raise self._nothing(passed_over, too_old)
         return StartPoint(
-            checkpoint=place or self._named_one(torn), is_restart=bool(self._attempt),
+            checkpoint=place or self._start_checkpoint(torn), is_restart=bool(self._attempt),
             passed_over=tuple(passed_over), life=len(origin.lives), attempt=self._attempt,
         )  # fmt: skip
 
@@ -230,11 +230,11 @@ class GangStart:
         if not (start.is_restart or start.passed_over):
             return
         try:
-            for info in list_checkpoints(self._own):
+            for info in list_checkpoints(self._checkpoints):
                 if info.version > version and str(info.path) != start.checkpoint:
                     put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
             RunOrigin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
-            if (place := Path(start.checkpoint)).parent == self._own:
+            if (place := Path(start.checkpoint)).parent == self._checkpoints:
                 start_keeper(self._run_dir)(place)
         except (OSError, LaunchError) as error:
             raise TrainError(
@@ -244,23 +244,23 @@ class GangStart:
 
     def _falls_back(self, torn: Mapping[str, str]) -> bool:
         """Whether the checkpoint that this run was resumed from turned out to be torn."""
-        return bool(torn) and Path(self._named).resolve().parent == self._own.resolve()
+        return bool(torn) and Path(self._start_name).resolve().parent == self._checkpoints.resolve()
 
     def _nothing(self, passed_over: list[str], too_old: list[int]) -> TrainError:
         """Nothing is moved: a transient disk error may be over when the run is resumed the next time."""
-        found = "".join(f"\n  {text}" for text in passed_over)
+        causes = "".join(f"\n  {text}" for text in passed_over)
         again = f"`myxa resume {self._run_dir} --from"
         return TrainError(
-            f"no checkpoint in {self._own} can be used:{found}",
+            f"no checkpoint in {self._checkpoints} can be used:{causes}",
             remedy=f"end the run, then {again} {too_old[0]}`, with the copy of the ledger in that checkpoint"
             if too_old
             else "start a new run with its config.toml",
         )
 
-    def _named_one(self, torn: Mapping[str, str]) -> str:
-        if not self._named:
+    def _start_checkpoint(self, torn: Mapping[str, str]) -> str:
+        if not self._start_name:
             return ""
-        place = str(named_checkpoint(self._named))
+        place = str(named_checkpoint(self._start_name))
         if place in torn:
             raise TrainError(torn[place], remedy=f"name an older one; if a file is missing: {OTHERS_ONE}")
         return place
@@ -293,9 +293,10 @@ def guard_bound(config: RunConfig) -> float:
         return 0.0
     if bound != "auto":
         return bound
-    tables = [shape.table for shape in config.engine.shapes(config.sglang)]
-    named = " ".join(str(one.get(key, "")) for one in tables for key in ("quantization", "kv_cache_dtype")).lower()
-    if any(word in named for word in COARSE_WORDS) or held_fp8(config, read_config(config.model.path)):
+    shapes = config.engine.shapes(config.sglang)
+    keys = ("quantization", "kv_cache_dtype")
+    precisions = " ".join(str(shape.table.get(key, "")) for shape in shapes for key in keys).lower()
+    if any(word in precisions for word in COARSE_WORDS) or held_fp8(config, read_config(config.model.path)):
         return BOUNDS["fp8"]
     return max(BOUNDS[config.trainer.dtype], BOUNDS[config.engine.dtype])
 

@@ -20,11 +20,11 @@ MARGIN_S = 10.0
 
 def choose_channel(config: RunConfig) -> WeightChannel:
     """What `weights.channel` means here; see its description."""
-    named = config.weights.channel
+    channel = config.weights.channel
     if config.data.is_recorded or config.lora.rollout == "adapter":  # no weights travel, or small folders
         return "disk"
-    if named != "auto":
-        return named
+    if channel != "auto":
+        return channel
     rollout, trainer = config.roles.rollout, config.roles.trainer
     is_spread = rollout.nodes == "*" or set(rollout.nodes) != set(trainer.nodes)
     if rollout.kind == "embedded":

@@ -147,10 +147,10 @@ def start_child(
                 start_new_session=True, pass_fds=tuple(pass_fds),
             )  # fmt: skip
         except OSError as error:
-            what = f"{name} cannot be started: {command[0]}: {error.strerror}"
+            problem = f"{name} cannot be started: {command[0]}: {error.strerror}"
             if error.errno in NO_SUCH_PROGRAM:
-                raise ConfigError(what, remedy="check the role's `python` in the run file") from error
-            raise LaunchError(what, remedy="check what is used up there: memory, processes, descriptors") from error
+                raise ConfigError(problem, remedy="check the role's `python` in the run file") from error
+            raise LaunchError(problem, remedy="check what is used up there: memory, processes, descriptors") from error
     try:
         return Child(name, attempt, log_path=log_path, process=process, on_exit=on_exit)
     except OSError as error:
@@ -180,7 +180,7 @@ async def written_stacks(child: Child) -> StackReply:
         file.seek(before)
         text = file.read(MAX_TEXT).decode("utf-8", errors="replace")
     # Other threads may have logged before faulthandler wrote.
-    begin = min((at for at in (text.find("Thread 0x"), text.find("Current thread 0x")) if at >= 0), default=-1)
+    begin = min((index for index in (text.find("Thread 0x"), text.find("Current thread 0x")) if index >= 0), default=-1)
     if begin < 0:
         raise LaunchError(
             f"{child.name} (process {child.pid}) wrote no stacks within {WRITE_S:g} s",

@@ -52,20 +52,20 @@ Stop = Callable[[str, int], Awaitable[None]]
 async def follow(options: LaunchOptions) -> RunEnd:
     """Take part to the end. Raises ConfigError and LaunchError: cannot start, not reached, refused."""
     place, key, file, wait_s = options.place, options.job_key, options.rdzv_file, options.timeouts.gather_s
-    told: EnlistReply | None = None
+    reply: EnlistReply | None = None
     with RuntimeDir() as runtime:
         if options.is_late:
             name = f"late/{secrets.token_hex(6)}"
             async with join_rendezvous(place, runtime.path, key, file, wait_s, name=name) as rendezvous:
-                told = await _Follower(options, place, rendezvous).enlist()
-            place = replace(place, rank=told.node)
+                reply = await _Follower(options, place, rendezvous).enlist()
+            place = replace(place, rank=reply.node)
         _say(f"this is node {place.rank} of the run at {place.endpoint or file}; the run file of node 0 counts")
         async with (
             join_rendezvous(place, runtime.path, key, file, wait_s) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
             follower = _Follower(options, place, rendezvous)
-            return await follower.take_part(runtime.path, told or await follower.enlist())
+            return await follower.take_part(runtime.path, reply or await follower.enlist())
 
 
 class _Follower:
@@ -92,19 +92,19 @@ class _Follower:
                 waiting.now(reply.reason)
                 await asyncio.sleep(ASK_AGAIN_S)
 
-    async def take_part(self, runtime: Path, told: EnlistReply) -> RunEnd:
-        options, place = replace(self._options, program=told.program), self._place
+    async def take_part(self, runtime: Path, reply: EnlistReply) -> RunEnd:
+        options, place = replace(self._options, program=reply.program), self._place
         with Waiting("reading the run file of node 0", sys.stdout) as waiting:
-            work = asyncio.get_running_loop().create_task(self._made_ready(runtime, told, waiting))
+            work = asyncio.get_running_loop().create_task(self._make_ready(runtime, reply, waiting))
             try:
                 while not (await asyncio.wait({work}, timeout=ASK_AGAIN_S))[0]:
                     await self._join(doing=waiting.text)
             finally:
                 work.cancel()
         config = work.result()
-        server = fork_server_of(config, told.actors, told.program, place.rank, runtime)
-        own = agent_options(options, place, self._rendezvous, runtime, config, server)
-        agent = Agent(own, self._rendezvous.exit_seen)
+        server = fork_server_of(config, reply.actors, reply.program, place.rank, runtime)
+        own_options = agent_options(options, place, self._rendezvous, runtime, config, server)
+        agent = Agent(own_options, self._rendezvous.exit_seen)
         await self._rendezvous.node.start(agent, name=agent_name(place.rank))
         await self._join()
         agent.mind_node_0()
@@ -117,16 +117,16 @@ class _Follower:
         _say(f"ended: {farewell.reason}")
         return farewell
 
-    async def _made_ready(self, runtime: Path, told: EnlistReply, waiting: Waiting) -> RunConfig:
+    async def _make_ready(self, runtime: Path, reply: EnlistReply, waiting: Waiting) -> RunConfig:
         """The run's configuration, once this node has what its actors need. Node 0 hears of an error, too."""
         try:
             path = runtime / "run.toml"
-            path.write_text(told.config, encoding="utf-8")
-            has_data = any(actor.role == "buffer" and actor.node == self._place.rank for actor in told.actors)
+            path.write_text(reply.config, encoding="utf-8")
+            has_data = any(actor.role == "buffer" and actor.node == self._place.rank for actor in reply.actors)
             fetch = partial(fetched, load_config(path), has_data=has_data, say=waiting.say, doing=waiting.now)
             config = await in_daemon_thread(fetch, "hub")
             waiting.now("checking what its actors need")
-            check = partial(check_own, config, told.actors, told.program, self._place.rank)
+            check = partial(check_own, config, reply.actors, reply.program, self._place.rank)
             await in_daemon_thread(check, "checks")
         except MyxaError as error:
             _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
@@ -141,8 +141,8 @@ class _Follower:
             raise LaunchError(f"node 0 refused this node: {reason}")
 
     async def _answer(self, send: Callable[[], Awaitable[T]]) -> T:
-        who = f"node 0 at {self._rendezvous.endpoint}"
-        answer = await until_answered(send, who=who, clock=SystemClock(), log=_log, give_up_s=self._patience_s)
+        callee = f"node 0 at {self._rendezvous.endpoint}"
+        answer = await until_answered(send, who=callee, clock=SystemClock(), log=_log, give_up_s=self._patience_s)
         self._patience_s = self._options.timeouts.lost_s  # it is there
         return answer
 

@@ -280,9 +280,9 @@ def reseed() -> None:
 
 def use_threads(env: Mapping[str, str]) -> None:
     """Set the actor's number of threads for torch: the server loaded it with one."""
-    wanted = env.get(SET_PER_ACTOR, "1")
-    if wanted.isdecimal() and int(wanted) > 1 and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(min(int(wanted), len(os.sched_getaffinity(0))))  # the libraries' own default
+    num_threads = env.get(SET_PER_ACTOR, "1")
+    if num_threads.isdecimal() and int(num_threads) > 1 and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(min(int(num_threads), len(os.sched_getaffinity(0))))  # the libraries' own default
 
 
 def _is_adopted_by(launcher_pid: int) -> bool:
@@ -307,10 +307,10 @@ def look_like(command: Sequence[str], env: Iterable[tuple[bytes, bytes]]) -> Non
     _overwrite(places[2], places[3], (name + b"=" + value for name, value in env))
 
 
-def _overwrite(start: int, end: int, words: Iterable[bytes]) -> None:
+def _overwrite(start: int, end: int, texts: Iterable[bytes]) -> None:
     """Write the words that fit whole, then zeros."""
     room, text = end - start, b""
-    for word in words:
+    for word in texts:
         if len(text) + len(word) + 1 <= room:
             text += word + b"\0"
     ctypes.memmove(start, text.ljust(room, b"\0"), room)
@@ -362,14 +362,14 @@ class ForkServer:
             return None
         # The specification first: /proc may have no room for the rest.
         spec_first = sorted(env.items(), key=lambda item: item[0] != SPEC_VARIABLE)
-        wanted = ForkRequest(
+        request = ForkRequest(
             name=name,
             launcher_pid=os.getpid(),
             env=tuple((os.fsencode(key), os.fsencode(value)) for key, value in spec_first),
         )
         try:
             async with asyncio.timeout(FORK_S):
-                return await self._fork(self._link, wanted, log_path, attempt, on_exit)
+                return await self._fork(self._link, request, log_path, attempt, on_exit)
         except TimeoutError:
             self._refuse(f"the fork server did not answer within {FORK_S:g} s")
         except (LaunchError, OSError) as error:
@@ -427,17 +427,17 @@ class ForkServer:
             self._refuse(f"the fork server (process {child.pid}) ended with status {status}: {last}")
 
     async def _fork(
-        self, link: socket.socket, wanted: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit
+        self, link: socket.socket, request: ForkRequest, log_path: Path, attempt: int, on_exit: OnExit
     ) -> Child:
         """Raises LaunchError or OSError."""
         ours, theirs = _pair()
         with ours, log_path.open("wb") as log:
             with theirs:
-                socket.send_fds(link, [pack(wanted)], [theirs.fileno(), log.fileno()])
+                socket.send_fds(link, [pack(request)], [theirs.fileno(), log.fileno()])
             reply = await _receive(ours)
             if reply.problem:
                 raise LaunchError(reply.problem)
-            child = Child(wanted.name, attempt, log_path, Adopted(reply.pid), on_exit)
+            child = Child(request.name, attempt, log_path, Adopted(reply.pid), on_exit)
             with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
                 ours.send(GO)
         return child

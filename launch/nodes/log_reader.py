@@ -27,13 +27,13 @@ MAX_LINE = 4000
 
 def read_logs(run_dir: RunDir, node: int, request: LogRequest) -> tuple[LogChunk, ...]:
     """See `AgentContract.read_logs`. Raises ConfigError for a log that is not there."""
-    found = [request]
+    requests = [request]
     if request.engine:
         pattern = f"{glob.escape(request.name.replace('/', '.'))}.*{SERVER}"
         names = sorted(path.name.removesuffix(SERVER) for path in run_dir.logs.glob(pattern))
         servers = [f"{request.name}/{name[len(request.name) + 1 :]}" for name in names]
-        found = [replace(request, name=name) for name in servers] or found
-    return tuple(_read(run_dir, node, one) for one in found)
+        requests = [replace(request, name=name) for name in servers] or requests
+    return tuple(_read(run_dir, node, log) for log in requests)
 
 
 def _read(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
@@ -64,8 +64,8 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
         is_ours = False
     if not is_ours:
         name = request.name[:64]
-        what = f"the server of {name!r}" if request.engine else repr(name)
-        raise ConfigError(f"{what} has no log on node {node}", remedy=f"see {run_dir.logs} there")
+        subject = f"the server of {name!r}" if request.engine else repr(name)
+        raise ConfigError(f"{subject} has no log on node {node}", remedy=f"see {run_dir.logs} there")
     return path
 
 
@@ -93,9 +93,9 @@ def _tail(path: Path, request: LogRequest) -> LogChunk:
         data = file.read(TAIL_BYTES)
     end = data.rfind(b"\n") + 1
     lines = _lines(data[:end], request.grep)
-    wanted = min(max(request.num_lines, 0), MAX_LINES)
-    kept = _fitting(lines[-wanted:] if wanted else [])
-    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(kept))
+    num_lines = min(max(request.num_lines, 0), MAX_LINES)
+    tail = _fitting(lines[-num_lines:] if num_lines else [])
+    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(tail))
 
 
 def _fitting(lines: list[str]) -> list[str]:

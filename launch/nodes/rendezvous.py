@@ -85,7 +85,8 @@ async def host_rendezvous(
     key_path = None if is_alone else _own_key(job_key or default_job_key())
     host = LOOPBACK if is_alone else await _listen_address(place.endpoint)
     if place.endpoint is not None:
-        check_port("--rdzv", host, place.endpoint.port, "choose another port, or 0 for any free one")
+        remedy = "name an address of the host that runs node 0, and a free port there (0: any)"
+        check_port("--rdzv", host, place.endpoint.port, remedy)
     node = await Node.attach(
         name=agent_name(0),
         run_dir=runtime_dir,
@@ -99,8 +100,8 @@ async def host_rendezvous(
             try:
                 write_durably(rdzv_file, f"{endpoint or in_url(host)}\n".encode())
             except OSError as error:
-                what = f"{rdzv_file} cannot be written: {error.strerror}"
-                raise LaunchError(what, remedy="give another --rdzv-file") from error
+                problem = f"{rdzv_file} cannot be written: {error.strerror}"
+                raise LaunchError(problem, remedy="give another --rdzv-file") from error
         record.save(runtime_dir / "rdzv.json")
         yield NodeRendezvous(node, endpoint, host, runtime_dir / "rdzv.json")
     finally:
@@ -124,14 +125,14 @@ async def join_rendezvous(
     """
     deadline = time.monotonic() + timeout_s
     key_path = job_key or default_job_key()
-    await _until_there(key_path, deadline, "the job's key")
+    await _wait_for_file(key_path, deadline, "the job's key")
     public = JobKey.load(key_path).public
     rank, name = place.rank if place.rank >= 0 else NOWHERE, name or agent_name(place.rank)
 
     async def attach(left_s: float) -> Node:
         """The file may be an earlier run's until node 0 has written its own."""
-        met = place.endpoint or await _read_endpoint(rdzv_file, deadline)
-        endpoint = Endpoint(await _address_of(met.host), met.port)
+        node_0 = place.endpoint or await _read_endpoint(rdzv_file, deadline)
+        endpoint = Endpoint(await _address_of(node_0.host), node_0.port)
         record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
         timeout_s = min(ATTACH_S, left_s)
         return await Node.attach(name=name, rdzv=record, run_dir=runtime_dir, node_rank=rank, timeout_s=timeout_s)
@@ -215,15 +216,15 @@ async def _attach_until(attach: Callable[[float], Awaitable[Node]], deadline: fl
 async def _read_endpoint(rdzv_file: Path | None, deadline: float) -> Endpoint:
     if rdzv_file is None:
         raise ConfigError("the address of node 0 is not known", remedy="give --rdzv HOST:PORT")
-    await _until_there(rdzv_file, deadline, "node 0's endpoint")
+    await _wait_for_file(rdzv_file, deadline, "node 0's endpoint")
     return parse_endpoint(rdzv_file.read_text(encoding="utf-8"), where=str(rdzv_file))
 
 
-async def _until_there(path: Path, deadline: float, what: str) -> None:
+async def _wait_for_file(path: Path, deadline: float, content: str) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"{path} with {what} did not appear", remedy="is node 0's launcher running? is it shared?"
+                f"{path} with {content} did not appear", remedy="is node 0's launcher running? is it shared?"
             )
         await asyncio.sleep(POLL_S)
 
@@ -232,23 +233,23 @@ Late = tuple[NodePlace, Path | None, Path | None]
 """Of a node that joins late: its place, the file with node 0's address if the place has none, the job's key."""
 
 
-def find_late_rendezvous(where: str, job_key: Path | None) -> Late:
+def find_late_rendezvous(location: str, job_key: Path | None) -> Late:
     """`where`: a run directory, HOST:PORT, or a file with that. Raises ConfigError and LaunchError."""
-    path = Path(where)
+    path = Path(location)
     if path.is_file():
         return NodePlace(-1, 0, None), path, job_key
     if path.is_dir():
-        where, key = _of_run(RunDir(path.resolve()))
+        location, key = _run_address(RunDir(path.resolve()))
         job_key = job_key or key
-    elif "/" in where.removeprefix("tcp://"):
-        raise ConfigError(f"--join: there is no {where}", remedy="name the directory of a live run, or HOST:PORT")
-    met = parse_endpoint(where, where="--join")
-    if met.port == 0:
-        raise ConfigError(f"--join: {met} has port 0", remedy="give the port that node 0 listens on")
-    return NodePlace(-1, 0, met), None, job_key
+    elif "/" in location.removeprefix("tcp://"):
+        raise ConfigError(f"--join: there is no {location}", remedy="name the directory of a live run, or HOST:PORT")
+    endpoint = parse_endpoint(location, where="--join")
+    if endpoint.port == 0:
+        raise ConfigError(f"--join: {endpoint} has port 0", remedy="give the port that node 0 listens on")
+    return NodePlace(-1, 0, endpoint), None, job_key
 
 
-def _of_run(run_dir: RunDir) -> tuple[str, Path | None]:
+def _run_address(run_dir: RunDir) -> tuple[str, Path | None]:
     """Node 0's address and the job's key."""
     if not run_dir.rdzv.exists():
         raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")

@@ -18,8 +18,8 @@ TWICE_S = 0.5
 
 
 @contextmanager
-def stop_signals(asked: Callable[[str, int], None]) -> Generator[asyncio.Future[int]]:
-    """`asked(reason, signal number)` is called for the first signal; the future gets the second one's number."""
+def stop_signals(on_request: Callable[[str, int], None]) -> Generator[asyncio.Future[int]]:
+    """`on_request(reason, signal number)` is called for the first signal; the future gets the second one's number."""
     loop = asyncio.get_running_loop()
     forced: asyncio.Future[int] = loop.create_future()
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -30,7 +30,7 @@ def stop_signals(asked: Callable[[str, int], None]) -> Generator[asyncio.Future[
         nonlocal first_s
         if first_s == math.inf:
             first_s = loop.time()
-            asked(CTRL_C if number is signal.SIGINT else number.name, int(number))
+            on_request(CTRL_C if number is signal.SIGINT else number.name, int(number))
         elif number is not signal.SIGHUP and loop.time() > first_s + TWICE_S and not forced.done():
             forced.set_result(int(number))
 

@@ -40,7 +40,7 @@ class Membership:
         self._next = num_nodes
         self._late: set[int] = set()
         """Late nodes, from the moment they have a number."""
-        self._given: dict[str, EnlistReply] = {}
+        self._replies: dict[str, EnlistReply] = {}
         """Launcher's nonce -> its number: a repeated request gets the same answer."""
         self._leaving: dict[int, str] = {}
         """Node -> why it leaves."""
@@ -51,7 +51,7 @@ class Membership:
 
     def _is_same_machine(self, facts: NodeFacts) -> bool:
         """Whether a node is on the same machine as all members, so that it shares memory with them."""
-        return bool(facts.machine) and all(each.machine == facts.machine for each in self._nodes.values())
+        return bool(facts.machine) and all(node.machine == facts.machine for node in self._nodes.values())
 
     def facts(self, node: int) -> NodeFacts:
         """Of a member; without host and address if it is none any more."""
@@ -60,10 +60,10 @@ class Membership:
     def join(self, facts: NodeFacts) -> str:
         """A node wants to join, or cannot: why it takes no part, or empty. The same launcher may repeat its request."""
         if facts.problem:
-            what = f"node {facts.node} ({facts.host}) cannot take part: {facts.problem}"
-            _log.error("%s", what)
+            problem = f"node {facts.node} ({facts.host}) cannot take part: {facts.problem}"
+            _log.error("%s", problem)
             if not facts.is_late:
-                self._declined = self._declined or what
+                self._declined = self._declined or problem
                 self._changed.set()
             return facts.problem
         if self._is_member(facts):
@@ -82,8 +82,8 @@ class Membership:
         return ""
 
     def _is_member(self, facts: NodeFacts) -> bool:
-        held = self._nodes.get(facts.node)
-        return held is not None and bool(held.nonce) and held.nonce == facts.nonce
+        member = self._nodes.get(facts.node)
+        return member is not None and bool(member.nonce) and member.nonce == facts.nonce
 
     def _refuse(self, facts: NodeFacts, reason: str) -> str:
         self._refused[facts.node] = reason
@@ -95,14 +95,14 @@ class Membership:
         self._leaving.pop(node, None)
         self._doing.pop(node, None)
         self._late.discard(node)
-        self._given = {nonce: reply for nonce, reply in self._given.items() if reply.node != node}
+        self._replies = {nonce: reply for nonce, reply in self._replies.items() if reply.node != node}
         return self._nodes.pop(node, None) is not None
 
     async def gather(self, timeout_s: float, say: Callable[[str], object] = lambda _: None) -> None:
         """Wait until all nodes joined, for each of them as long as it says something new within `timeout_s`. Raises
         LaunchError with the missing ones, or what a node reports of itself."""
         now = asyncio.get_running_loop().time
-        heard_s, words, said_s = dict.fromkeys(range(self._num_nodes), now()), dict[int, str](), -SAY_EVERY_S
+        heard_s, told_texts, said_s = dict.fromkeys(range(self._num_nodes), now()), dict[int, str](), -SAY_EVERY_S
         while (missing := heard_s.keys() - self._nodes.keys()) and not self._declined:
             self._changed.clear()
             try:
@@ -110,8 +110,8 @@ class Membership:
                     await self._changed.wait()
             except TimeoutError:
                 raise self._missing(sorted(missing), timeout_s) from None
-            news = {node: text for node, text in self._doing.items() if words.get(node) != text}
-            words |= news
+            news = {node: text for node, text in self._doing.items() if told_texts.get(node) != text}
+            told_texts |= news
             heard_s |= dict.fromkeys((*news, *self._nodes), now())
             if news and now() >= said_s + SAY_EVERY_S:
                 said_s = now()
@@ -136,8 +136,8 @@ class Membership:
             return f"it was not given the number {facts.node}"
         if not facts.is_late and not 0 <= facts.node < self._num_nodes:
             return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
-        held = self._nodes.get(facts.node)
-        return f"node {facts.node} joined already, from {held.host} (--node-rank)" if held is not None else ""
+        member = self._nodes.get(facts.node)
+        return f"node {facts.node} joined already, from {member.host} (--node-rank)" if member is not None else ""
 
     # -- nodes that come late or leave
 
@@ -154,8 +154,8 @@ class Membership:
             return replace(self._welcome, node=facts.node)
         if self._run is None:
             return EnlistReply(reason="this run admits no late nodes")
-        if facts.nonce in self._given:
-            return self._given[facts.nonce]
+        if facts.nonce in self._replies:
+            return self._replies[facts.nonce]
         if not has_started:
             waits = "; ".join(f"node {node} ({text})" for node, text in sorted(self._doing.items()))
             return EnlistReply(reason=f"the run is being started{': ' if waits else ''}{waits}", is_early=True)
@@ -167,8 +167,8 @@ class Membership:
         node, role = self._next, self._run.roles.rollout
         self._next += 1
         self._late.add(node)
-        one = make_spec("rollout", role, 0, node, role.device_ids)
-        reply = self._given[facts.nonce] = replace(self._welcome, node=node, actors=(one,))
+        actor = make_spec("rollout", role, 0, node, role.device_ids)
+        reply = self._replies[facts.nonce] = replace(self._welcome, node=node, actors=(actor,))
         return reply
 
     def is_staying(self, node: int) -> bool:
@@ -183,7 +183,7 @@ class Membership:
 
     def released(self, has_actors: Callable[[int], bool]) -> list[tuple[int, str]]:
         """Leaving nodes that have no actor any more, with the reasons; each is returned once."""
-        free = [(node, why) for node, why in self._leaving.items() if not has_actors(node)]
-        for node, _ in free:
+        free_nodes = [(node, why) for node, why in self._leaving.items() if not has_actors(node)]
+        for node, _ in free_nodes:
             del self._leaving[node]
-        return free
+        return free_nodes

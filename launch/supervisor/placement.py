@@ -87,24 +87,24 @@ def _sizes(engine: EngineSettings, sglang: Table) -> tuple[int, ...]:
 
 def started_roles(config: RunConfig) -> tuple[StartedRole, ...]:
     """In start order: a memory manager only where memory is shared, no rollout actors for recorded groups."""
-    is_asked = not config.data.is_recorded
-    is_there = {
+    has_prompts = not config.data.is_recorded
+    is_started = {
         "memory": config.memory.share == "switch",
-        "gateway": is_asked and bool(config.roles.gateway.count),
-        "rollout": is_asked,
+        "gateway": has_prompts and bool(config.roles.gateway.count),
+        "rollout": has_prompts,
     }
-    found: list[StartedRole] = []
+    roles: list[StartedRole] = []
     for role in START_ORDER:
         if role == "model":
-            models = config.models.items() if is_asked else ()
-            found += [
-                StartedRole(f"models.{name}", f"model/{name}", role, one, _sizes(one.engine, one.sglang))
-                for name, one in models
+            models = config.models.items() if has_prompts else ()
+            roles += [
+                StartedRole(f"models.{name}", f"model/{name}", role, settings, _sizes(settings.engine, settings.sglang))
+                for name, settings in models
             ]
-        elif is_there.get(role, True):
+        elif is_started.get(role, True):
             sizes = _sizes(config.engine, config.sglang) if role == "rollout" else ()
-            found.append(StartedRole(f"roles.{role}", role, role, config.roles[role], sizes))
-    return tuple(found)
+            roles.append(StartedRole(f"roles.{role}", role, role, config.roles[role], sizes))
+    return tuple(roles)
 
 
 def _problems(started: StartedRole, num_nodes: int) -> list[str]:
@@ -139,13 +139,13 @@ def _place_role(started: StartedRole, num_nodes: int) -> list[ActorSpec]:
         first = 0
         for local in range(settings.count):
             index = node if role == "memory" else group_rank * settings.count + local
-            own = devices[first : first + started.num_devices(local)]
-            first += started.num_devices(local)
+            own_devices = devices[first : first + started.num_devices(local)]
+            first += len(own_devices)
             rank = RankSpec(
                 gang=role, rank=index, world_size=len(nodes) * settings.count, local_rank=local,
                 local_world_size=settings.count, group_rank=group_rank,
             )  # fmt: skip
-            spec = make_spec(role, settings, index, node, own, started.prefix)
+            spec = make_spec(role, settings, index, node, own_devices, started.prefix)
             actors.append(replace(spec, visible_devices=devices, rank=rank) if is_gang else spec)
     return actors
 
@@ -235,9 +235,9 @@ def scale(
     the first one that fits. Raises ConfigError with the reason."""
     check_has_rollouts(config)
     check_leaver(config, role, count)
-    there = sorted((actor for actor in present.actors if actor.role == role), key=lambda actor: actor.index)
-    if count <= len(there):
-        return [], [actor.name for actor in reversed(there[count:])]
+    actors = sorted((actor for actor in present.actors if actor.role == role), key=lambda actor: actor.index)
+    if count <= len(actors):
+        return [], [actor.name for actor in reversed(actors[count:])]
     if devices and choose_channel(config) == "cuda_ipc" and (config.engine.attach or not has_reader(config, 0)):
         raise ConfigError(
             "weights travel by cuda_ipc: an engine on a GPU without a trainer rank reads memory of the first rank, and "
@@ -246,17 +246,17 @@ def scale(
             'weights.channel = "nccl": both in the next run',
         )
     joining: list[ActorSpec] = []
-    for server in _free_servers(config, attach, count - len(there), (*there, *present.leaving)):
-        one = _one_more(config, present, joining, devices, [len(joining)] if staffs_node else None)
-        joining.append(replace(one, attach=server))
+    for server in _free_servers(config, attach, count - len(actors), (*actors, *present.leaving)):
+        spec = _one_more(config, present, joining, devices, [len(joining)] if staffs_node else None)
+        joining.append(replace(spec, attach=server))
     return joining, []
 
 
 def staff_node(config: RunConfig, node: int, present: Present) -> tuple[ActorSpec, ...]:
     """The rollout actors of a late node, as many as the role has on each. Raises ConfigError with the reason."""
-    there = sum(actor.role == "rollout" for actor in present.actors)
-    here = dataclasses.replace(present, nodes=(node,))
-    return tuple(scale(config, "rollout", there + config.roles.rollout.count, here, staffs_node=True)[0])
+    num_actors = sum(actor.role == "rollout" for actor in present.actors)
+    on_node = dataclasses.replace(present, nodes=(node,))
+    return tuple(scale(config, "rollout", num_actors + config.roles.rollout.count, on_node, staffs_node=True)[0])
 
 
 def distance_problem(config: RunConfig, is_same_machine: bool) -> str:
@@ -299,18 +299,18 @@ def check_leaver(config: RunConfig, role: str, num_left: int) -> None:
 
 def _free_servers(config: RunConfig, attach: str, num: int, holders: Sequence[ActorSpec]) -> Sequence[str]:
     """One for each of `num` new actors: of `attach`, else of the run file; empty texts where servers are launched."""
-    own = config.engine.attach if config.roles.rollout.kind == "sglang" else ()
-    if not own and attach:
+    configured = config.engine.attach if config.roles.rollout.kind == "sglang" else ()
+    if not configured and attach:
         raise ConfigError("this run has no attached servers", remedy="leave --attach out: new actors have their own")
-    if not own:
+    if not configured:
         return [""] * num
     with raised_as(ConfigError, "--attach", ValueError, remedy="name each server once, as http://host:port"):
-        named = check_urls(tuple(part.strip() for part in attach.split(",") if part.strip()))
+        urls = check_urls(tuple(part.strip() for part in attach.split(",") if part.strip()))
     in_use = {server_of(actor, config).rstrip("/") for actor in holders}
-    free = [url for url in named or own if url.rstrip("/") not in in_use]
-    if len(free) < num or len(named) > num:
-        raise _no_room(f"{num} more rollout actors need a server each", free, holders, "servers with --attach")
-    return free[:num]
+    free_urls = [url for url in urls or configured if url.rstrip("/") not in in_use]
+    if len(free_urls) < num or len(urls) > num:
+        raise _no_room(f"{num} more rollout actors need a server each", free_urls, holders, "servers with --attach")
+    return free_urls[:num]
 
 
 def _one_more(
@@ -319,49 +319,49 @@ def _one_more(
     """One beside those that are there and `joining`, of the lowest free number whose shape fits. `places`: among the
     actors of a node, whose shapes it may have; None: any."""
     settings, staying = config.roles.rollout, (*present.actors, *joining)
-    holders, given = (*staying, *present.leaving), parse_devices(devices) if devices else ()
+    holders, extra_devices = (*staying, *present.leaving), parse_devices(devices) if devices else ()
     numbers = {number_of(name) for name in (*(actor.name for actor in holders), *present.foreign_names)}
-    (started,) = (one for one in started_roles(config) if one.role == "rollout")
+    (started,) = (role for role in started_roles(config) if role.role == "rollout")
     num = len(started.sizes) or 1
     lowest = sorted(
         next(number for number in itertools.count(place % num, num) if number not in numbers)
         for place in (range(num) if places is None else places)
     )
-    wanted = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
+    nodes = present.nodes if settings.nodes == "*" else (*settings.nodes, *present.late)
     load = {
         node: sum(actor.role == "rollout" and actor.node == node for actor in staying)
         for node in present.nodes
-        if node in wanted
+        if node in nodes
     }
-    free = {node: _free_devices(settings.device_ids, given, holders, node) for node in load}
+    free_devices = {node: _free_devices(settings.device_ids, extra_devices, holders, node) for node in load}
     shares = {index: started.num_devices(index) for index in lowest}
     for index, share in shares.items():
-        if roomy := [node for node in free if len(free[node]) >= share]:
+        if roomy := [node for node in free_devices if len(free_devices[node]) >= share]:
             node = min(roomy, key=lambda node: (load[node], node))
-            return make_spec("rollout", settings, index, node, free[node][:share])
+            return make_spec("rollout", settings, index, node, free_devices[node][:share])
     needed = " or ".join(map(str, sorted({*shares.values()} - {0})))
     gpus = f"{needed} GPU{'' if needed == '1' else 's'} on " if needed else ""
-    what = f"a rollout actor of this run needs {gpus}a node of roles.rollout.nodes"
-    shown = [f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in free.items()]
-    raise _no_room(what, shown, holders, "GPUs with --devices")
+    need = f"a rollout actor of this run needs {gpus}a node of roles.rollout.nodes"
+    shown = [f"node {node}: {', '.join(map(str, numbers)) or 'none'}" for node, numbers in free_devices.items()]
+    raise _no_room(need, shown, holders, "GPUs with --devices")
 
 
 def _free_devices(
-    own: tuple[int, ...], given: tuple[int, ...], actors: Sequence[ActorSpec], node: int
+    role_devices: tuple[int, ...], extra_devices: tuple[int, ...], actors: Sequence[ActorSpec], node: int
 ) -> tuple[int, ...]:
     """Unused GPUs of the role, then unused ones of those that were named."""
-    here = [actor for actor in actors if actor.node == node]
-    used = {device for actor in here if actor.role == "rollout" for device in actor.devices}
-    used_by_any = {device for actor in here for device in (*actor.devices, *actor.visible_devices)}
-    spare = [device for device in given if device not in used_by_any and device not in own]
-    return (*(device for device in own if device not in used), *spare)
+    on_node = [actor for actor in actors if actor.node == node]
+    used = {device for actor in on_node if actor.role == "rollout" for device in actor.devices}
+    used_by_any = {device for actor in on_node for device in (*actor.devices, *actor.visible_devices)}
+    spare = [device for device in extra_devices if device not in used_by_any and device not in role_devices]
+    return (*(device for device in role_devices if device not in used), *spare)
 
 
-def _no_room(what: str, free: Iterable[str], holders: Iterable[ActorSpec], named: str) -> ConfigError:
-    held = ", ".join(actor.name for actor in holders if actor.role == "rollout")
+def _no_room(need: str, free: Iterable[str], holders: Iterable[ActorSpec], resources: str) -> ConfigError:
+    names = ", ".join(actor.name for actor in holders if actor.role == "rollout") or "none is there"
     return ConfigError(
-        f"{what}, free are {'; '.join(free) or 'none'}",
-        remedy=f"name as many unused {named}, or wait until one that holds some is gone: {held or 'none is there'}",
+        f"{need}, free are {'; '.join(free) or 'none'}",
+        remedy=f"name as many unused {resources}, or wait until one that holds some is gone: {names}",
     )
 
 

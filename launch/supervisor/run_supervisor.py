@@ -208,8 +208,8 @@ class RunSupervisor(SupervisorContract):
         try:
             await asyncio.wait_for(asyncio.shield(self._stop()), (self._timeouts.end_s + 10.0) * roles)
         except TimeoutError:
-            left = ", ".join(self.actors[name].process for name in self._rules.alive)
-            raise LaunchError(f"these did not end: {left}", remedy="check on those nodes where they hang") from None
+            alive = ", ".join(self.actors[name].process for name in self._rules.alive)
+            raise LaunchError(f"these did not end: {alive}", remedy="check on those nodes where they hang") from None
 
     def _stop(self) -> asyncio.Task[None]:
         self._rules.stop()
@@ -506,7 +506,7 @@ class RunSupervisor(SupervisorContract):
     async def _end_all(self, names: Sequence[str], grace_s: float = 0.0, *, is_hung: bool = False) -> None:
         """At the same time. `is_hung`: they do not react; their stacks go to their logs first."""
         parts = self.actors.by_node(names)
-        await asyncio.gather(*(self._end_on(node, there, grace_s, is_hung=is_hung) for node, there in parts))
+        await asyncio.gather(*(self._end_on(node, node_names, grace_s, is_hung=is_hung) for node, node_names in parts))
 
     async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float, *, is_hung: bool = False) -> None:
         agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
@@ -568,7 +568,7 @@ class RunSupervisor(SupervisorContract):
             for name in self._rules.alive:
                 if name in self.actors and self.actors[name].pid:  # it may have left with another
                     self._check_process(name, self.actors[name], now)
-            for node in [node for node, at in self._heard_at.items() if now - at > self._timeouts.lost_s]:
+            for node in [node for node, heard_s in self._heard_at.items() if now - heard_s > self._timeouts.lost_s]:
                 self._lose_node(node, f"no sign of life for {self._timeouts.lost_s:g} s")
 
     def _check_process(self, name: str, member: RunActor, now: float) -> None:
@@ -611,10 +611,10 @@ class RunSupervisor(SupervisorContract):
 
 def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
     """What the rules must know. `actors` are in start order, the actors of a role together."""
-    found: list[RoleSpec] = []
+    roles: list[RoleSpec] = []
     for role, mates in groupby(actors, key=lambda actor: actor.name.rpartition("/")[0] or actor.name):
         first, *others = mates
-        found.append(
+        roles.append(
             RoleSpec(
                 role,
                 tuple(actor.name for actor in (first, *others)),
@@ -624,4 +624,4 @@ def roles_of(actors: Sequence[ActorSpec]) -> list[RoleSpec]:
                 when_hung=first.when_hung,
             )
         )
-    return found
+    return roles
