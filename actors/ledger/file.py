@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal, TypeVar, cast, get_args
@@ -139,15 +140,13 @@ class Row(msgspec.Struct, frozen=True):
 
 def check_path(row: Row, path: tuple[State, ...], table: Mapping[State, frozenset[State]] = TRANSITIONS) -> None:
     """Raise LedgerError naming group, from and to unless every hop of the path is in the table."""
-    at = row.state
-    for to in path:
-        allowed = table.get(at, frozenset())
-        if to not in allowed:
+    for state, target in pairwise((row.state, *path)):
+        allowed = table.get(state, frozenset())
+        if target not in allowed:
             raise LedgerError(
-                f"group {row.group_id} (attempt {row.attempt}) cannot go from {at} to {to}",
-                remedy=f"from {at} it may go to {', '.join(sorted(allowed)) or 'nowhere'}",
+                f"group {row.group_id} (attempt {row.attempt}) cannot go from {state} to {target}",
+                remedy=f"from {state} it may go to {', '.join(sorted(allowed)) or 'nowhere'}",
             )
-        at = to
 
 
 def _array_out(value: Any) -> bytes | list[Any]:
@@ -184,16 +183,16 @@ def encode(value: Group | tuple[Sample, ...]) -> bytes:
 
 def decode_group(group_id: int, data: bytes) -> Group:
     """A group back from its bytes. Raises LedgerError naming the group when they are damaged."""
-    return _decoded(_groups, data, f"payload of group {group_id}")
+    return _decode(_groups, data, f"payload of group {group_id}")
 
 
 def decode_partial(group_id: int, data: bytes) -> tuple[Sample, ...]:
     """Unfinished samples back from their bytes. Raises LedgerError naming the group when they are damaged."""
-    return _decoded(_partials, data, f"unfinished samples of group {group_id}")
+    return _decode(_partials, data, f"unfinished samples of group {group_id}")
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T:
-    with raised_as(LedgerError, f"{what} is damaged", msgspec.MsgspecError, ValueError):
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes, title: str) -> T:
+    with raised_as(LedgerError, f"{title} is damaged", msgspec.MsgspecError, ValueError):
         return decoder.decode(data)
 
 
@@ -221,8 +220,8 @@ CREATE TABLE terms(id INTEGER PRIMARY KEY, data TEXT NOT NULL UNIQUE);
 _MOVED = "(:since = 0 OR group_id IN (SELECT group_id FROM transitions WHERE seq > :since))"
 
 
-def _rows_where(where: str) -> str:
-    return f"SELECT group_id, state FROM groups WHERE {where} LIMIT 1"
+def _rows_where(condition: str) -> str:
+    return f"SELECT group_id, state FROM groups WHERE {condition} LIMIT 1"
 
 
 _INVARIANTS: dict[str, str] = {
@@ -283,16 +282,17 @@ class LedgerReader:
         self._traces.close()
 
     def query(self, sql: str, *args: Any, **named: Any) -> list[tuple[Any, ...]]:
-        with raised_as(LedgerError, f"{self.path} cannot be read", sqlite3.Error):
+        remedy = "copy a ledger that is in use by `myxa dump`, or with the file beside it (-wal), which is newer"
+        with raised_as(LedgerError, f"{self.path} cannot be read", sqlite3.Error, remedy=remedy):
             return self._db.execute(sql, named or args).fetchall()
 
     def meta(self) -> dict[str, str]:
         return dict(self.query("SELECT key, value FROM meta"))
 
-    def select(self, where: str, *args: Any) -> list[Row]:
+    def select(self, condition: str, *args: Any) -> list[Row]:
         """Rows of groups, oldest first."""
-        found = self.query(f"SELECT {', '.join(COLUMNS)} FROM groups WHERE {where} ORDER BY group_id", *args)
-        return [row_of(values) for values in found]
+        sql = f"SELECT {', '.join(COLUMNS)} FROM groups WHERE {condition} ORDER BY group_id"
+        return [row_of(values) for values in self.query(sql, *args)]
 
     def newest_transition(self) -> int:
         """Number of the newest transition; 0: there is none."""
@@ -300,8 +300,8 @@ class LedgerReader:
 
     def stored(self, group_id: int) -> tuple[bool, bytes] | None:
         """(is it a whole group, bytes), or None."""
-        found = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
-        return (bool(found[0][0]), found[0][1]) if found else None
+        rows = self.query("SELECT is_whole, data FROM payloads WHERE group_id = ?", group_id)
+        return next(((bool(is_whole), data) for is_whole, data in rows), None)
 
     def check(self, since: int = 0) -> None:
         """Raise LedgerError naming the first broken invariant and a group that breaks it. `since`: the histories of
@@ -434,9 +434,9 @@ def read_facts(path: Path) -> LedgerFacts:
         raise LedgerError(f"there is no ledger at {path}", remedy="without it a resumed run would repeat prompts")
     try:
         with contextlib.closing(LedgerReader(path)) as file:
-            found = file.query("PRAGMA quick_check(1)")
-            if found != [("ok",)]:
-                raise LedgerError(f"{path} is damaged: {found[0][0] if found else 'nothing can be read'}")
+            answer = file.query("PRAGMA quick_check(1)")
+            if answer != [("ok",)]:
+                raise LedgerError(f"{path} is damaged: {answer[0][0] if answer else 'nothing can be read'}")
             meta = file.meta()
             if meta["format"] != FORMAT:
                 raise LedgerError(f"{path} has format {meta['format']}, this program reads {FORMAT}")
@@ -474,8 +474,8 @@ def adopt_copy(earlier: Path, path: Path, run: str) -> None:
     draft = path.with_name(path.name + ".part")
     copy_ledger(earlier, draft)
     begin_life(draft, run)
-    for rest in ("-wal", "-shm"):
-        path.with_name(path.name + rest).unlink(missing_ok=True)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
     draft.rename(path)
 
 

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,8 @@ class LedgerChange:
     ) -> None:
         """A group goes that way, as `row` says otherwise. Raises LedgerError for a way that is not in the table."""
         check_path(row, path, table)
-        for at, to in zip((row.state, *path), path, strict=False):
-            self.transitions.append((row.group_id, at, to, row.attempt, self.wall_s, detail))
+        for state, target in pairwise((row.state, *path)):
+            self.transitions.append((row.group_id, state, target, row.attempt, self.wall_s, detail))
         self.rows[row.group_id] = replace(row, state=path[-1]) if path else row
 
 

@@ -259,7 +259,7 @@ class Timeline:
 
 def rows(stretches: Sequence[RolloutSpan]) -> list[list[RolloutSpan]]:
     """Of each sample what it did, in order."""
-    found: dict[int, list[RolloutSpan]] = {}
-    for one in stretches:
-        found.setdefault(one.branch, []).append(one)
-    return [sorted(found[branch], key=lambda one: one.began_s) for branch in sorted(found)]
+    by_branch: dict[int, list[RolloutSpan]] = {}
+    for span in stretches:
+        by_branch.setdefault(span.branch, []).append(span)
+    return [sorted(by_branch[branch], key=lambda span: span.began_s) for branch in sorted(by_branch)]

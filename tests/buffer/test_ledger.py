@@ -119,6 +119,18 @@ def test_files_that_are_no_ledgers_are_refused(tmp_path: Path) -> None:
         open_ledger(tmp_path / "nowhere" / "ledger.sqlite")
 
 
+def test_a_copy_without_what_was_written_last_is_told_as_that(ledger: Ledger, path: Path, tmp_path: Path) -> None:
+    draw(ledger, 2)
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(path.read_bytes())  # `cp` of the file alone, while its run writes
+    with pytest.raises(
+        LedgerError, match=r"cannot be read: no such table: meta -- copy .* `myxa dump`, or with .* \(-wal\)"
+    ):
+        read_facts(copy)
+    copy.with_name("copy.sqlite-wal").write_bytes(path.with_name("ledger.sqlite-wal").read_bytes())
+    assert read_facts(copy).run == "sort"
+
+
 DAMAGE = [
     ("UPDATE groups SET state = 'DISPATCHED' WHERE group_id = 2", "another state than its last transition"),
     ("DELETE FROM payloads WHERE group_id = 0", "has no whole payload"),
