@@ -40,9 +40,6 @@ class Sources:
         """In the order of names; "" alone: there is one source, without a name."""
         return tuple(self._by_name)
 
-    def num_rows(self, name: str) -> int:
-        return len(self._by_name[name])
-
     def has(self, name: str, draw: int) -> bool:
         return name in self._by_name and self._by_name[name].row_of(draw) is not None
 

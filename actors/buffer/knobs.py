@@ -211,9 +211,13 @@ class BufferKnobs(KnobOwner):
     def _contradiction(self, new: BufferValues) -> str:
         try:
             make_policy(new.on_stale, new.max_staleness, self.admission.batch_size, new.window)
+            if self._sources:
+                parse_mix(new.mix, self._sources)
         except ConfigError as error:
             return f"{error.message} -- {error.remedy}"
-        return self._of_stops(new) or self._of_draws(new)
+        except ValueError as error:
+            return f"mix: {error}"
+        return self._of_stops(new)
 
     def _of_stops(self, new: BufferValues) -> str:
         try:
@@ -224,14 +228,6 @@ class BufferKnobs(KnobOwner):
             return f"stop_token_ids: {len(ids)} of them, but at most {MAX_STOPS} are allowed"
         if ids and max(ids) >= self._vocab_size:
             return f"stop_token_ids: {max(ids)} is no token of the model, which has {self._vocab_size}"
-        return ""
-
-    def _of_draws(self, new: BufferValues) -> str:
-        try:
-            if self._sources:
-                parse_mix(new.mix, self._sources)
-        except ValueError as error:
-            return f"mix: {error}"
         return ""
 
     def _consequence(self, new: BufferValues) -> str:

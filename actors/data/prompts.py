@@ -167,7 +167,9 @@ class RowSet:
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{place}: {bad.cause}", remedy=bad.remedy) from bad
-                self._note_bad(f"{place}: {bad.cause}")
+                self.num_bad += 1
+                if self.num_bad <= SHOWN_BAD_ROWS:
+                    self.bad_rows.append(f"{place}: {bad.cause}")
                 continue
             if excess:
                 self._leave_out(f"{place}: {excess}")
@@ -176,11 +178,6 @@ class RowSet:
             self._sizes.append(len(encoded))
             self._spots.append(self._spool.add(encoded))
             self._hash.update(len(meaning).to_bytes(8, "little") + meaning)
-
-    def _note_bad(self, text: str) -> None:
-        self.num_bad += 1
-        if len(self.bad_rows) < SHOWN_BAD_ROWS:
-            self.bad_rows.append(text)
 
     def _leave_out(self, text: str) -> None:
         """Raises DataError where over-long rows are not dropped."""

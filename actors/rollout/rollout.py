@@ -213,9 +213,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         if self.engine is not None:
             generate = await self._wait_for_room(self.engine)
             if isinstance(self.engine, TellsLoading):
-                self.engine.on_loading = lambda doing: self._telemetry.event(
-                    "engine-loading", f"{self.ctx.name}: its server {doing}"
-                )
+                self.engine.on_loading = self._tell_loading
             with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
                 info = await self.engine.start()
             if self._tenant is not None:
@@ -266,6 +264,9 @@ class Rollout(OwnsKnobs, RolloutContract):
             self._tenant.has_joined.set()
         await self._serving.wait()
         await self._pull(runner)
+
+    def _tell_loading(self, doing: str) -> None:
+        self._telemetry.event("engine-loading", f"{self.ctx.name}: its server {doing}")
 
     async def gateway_place(self) -> GatewayPlace:
         return GatewayPlace() if self.gateway is None else await self.gateway.served()
