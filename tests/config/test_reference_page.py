@@ -74,8 +74,8 @@ def render_reference() -> str:
 def _kind_table() -> list[str]:
     """What keys that follow `algo.kind` are where they are left out."""
     rows = [
-        f"| `{kind}` | {one.clip_low:g} | {one.clip_high:g} | `{one.reduction}` | `{one.group_filter}` | {one.source} |"
-        for kind, one in DEFAULTS_OF_KIND.items()
+        f"| `{kind}` | {row.clip_low:g} | {row.clip_high:g} | `{row.reduction}` | `{row.group_filter}` | {row.source} |"
+        for kind, row in DEFAULTS_OF_KIND.items()
     ]
     head = "| kind | `clip_low` | `clip_high` | `reduction` | `group_filter` | source |"
     return ["\nDefaults that follow `kind`:\n", head, "|---|---|---|---|---|---|", *rows]
@@ -84,9 +84,8 @@ def _kind_table() -> list[str]:
 def _named_parts(key: str, section: type[Section]) -> Iterator[str]:
     """Tables below a section whose names are the user's. Keys that another section explains are named only."""
     for name, info in keys_of(section).items():
-        section, title = named_section_of(info), f"{key}.{name}.NAME"
-        if section is not None:
-            yield _named_part(title, section)
+        if (named_section := named_section_of(info)) is not None:
+            yield _named_part(f"{key}.{name}.NAME", named_section)
 
 
 def _named_part(title: str, section: type[Section]) -> str:
