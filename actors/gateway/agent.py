@@ -77,15 +77,15 @@ class AgentWorkflow:
 
     async def start(self) -> None:
         """Start what polls. Raises ConfigError where the sandbox is not there."""
-        of = self.settings
-        self._sandbox = await asyncio.to_thread(sandbox, of.sandbox, of.image)
-        if of.polls and of.command:
-            self._workers = [asyncio.ensure_future(self._kept()) for _ in range(of.workers)]  # noqa: TID251 -- see close
+        settings = self.settings
+        self._sandbox = await asyncio.to_thread(sandbox, settings.sandbox, settings.image)
+        if settings.polls and settings.command:
+            self._workers = [asyncio.ensure_future(self._keep_running()) for _ in range(settings.workers)]  # noqa: TID251 -- see close
 
     async def close(self) -> None:
         """End what polls. Rollouts have ended before."""
-        for one in self._workers:
-            one.cancel()
+        for worker in self._workers:
+            worker.cancel()
         if self._workers:
             await asyncio.wait(self._workers)
         if self._http is not None:
@@ -95,10 +95,10 @@ class AgentWorkflow:
         """One rollout: its samples. Raises what the engine raised, MemberFailed for a fault of the agent."""
         session = AgentSession(ctx.episode, ctx.tokenizer)
         models = models_of_rollout(ctx.episode, self.models, asyncio.get_running_loop())
-        one = OpenSession(session, prompt, models, is_replay=ctx.is_replay)
-        key = self.gateway.open(one)
+        rollout = OpenSession(session, prompt, models, is_replay=ctx.is_replay)
+        key = self.gateway.open(rollout)
         interrupted = asyncio.ensure_future(session.interrupted.wait())  # noqa: TID251 -- ended below
-        acting = asyncio.ensure_future(self._acted(ctx, prompt, one, key))  # noqa: TID251 -- ended below
+        acting = asyncio.ensure_future(self._act(ctx, prompt, rollout, key))  # noqa: TID251 -- ended below
         try:
             done, _ = await asyncio.wait(
                 (interrupted, acting),
@@ -117,49 +117,50 @@ class AgentWorkflow:
                 await asyncio.wait((interrupted, acting))
             finally:
                 await self.gateway.close(key)
-        samples = session.samples(one.reward)
+        samples = session.samples(rollout.reward)
         if not samples:
             raise _failed("the agent ended without a turn of the model")
         return samples
 
-    async def _acted(self, ctx: WorkflowContext, prompt: Prompt, one: OpenSession, key: str) -> None:
+    async def _act(self, ctx: WorkflowContext, prompt: Prompt, rollout: OpenSession, key: str) -> None:
         task = {**task_of(prompt), **ctx.facts}
         if self.settings.command and not self.settings.polls:
             with ctx.episode.waits_for("agent"):
-                await self._programmed(task, one, key)
+                await self._run_program(task, rollout, key)
         else:
-            await self._served(ctx.episode, task, one, key)
-        if one.end is not None and one.end.failure is not None:
-            raise _failed(one.end.failure, one.end.kind)
+            await self._serve(ctx.episode, task, rollout, key)
+        if rollout.end is not None and rollout.end.failure is not None:
+            raise _failed(rollout.end.failure, rollout.end.kind)
 
     # -- a program
 
-    async def _programmed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
-        of = self.settings
+    async def _run_program(self, task: dict[str, Any], rollout: OpenSession, key: str) -> None:
+        settings = self.settings
         async with _scratch() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
-            status, told = await self._ran(scratch, key)
-            was_killed = status < 0 and not of.cpu_s  # by whom, is not known: not the policy's fault
-            if of.reward == "exit" and not was_killed:
-                one.reward = float(status == 0) if one.reward is None else one.reward
+            status, words = await self._run(scratch, key)
+            was_killed = status < 0 and not settings.cpu_s  # by whom, is not known: not the policy's fault
+            if settings.reward == "exit" and not was_killed:
+                rollout.reward = float(status == 0) if rollout.reward is None else rollout.reward
                 return
-            if status != 0 and (one.end is None or one.end.failure is None):
-                raise _failed(told)
-            if of.reward == "file":
-                self._read_reward(scratch / "reward.json", one)
+            if status != 0 and (rollout.end is None or rollout.end.failure is None):
+                raise _failed(words)
+            if settings.reward == "file":
+                self._read_reward(scratch / "reward.json", rollout)
 
-    async def _ran(self, scratch: Path, key: str) -> tuple[int, str]:
+    async def _run(self, scratch: Path, key: str) -> tuple[int, str]:
         """The program's exit status, negative for a signal, and how it ended, in words with the end of its output. It
         ends with this call, and all that it started. Raises OSError if it cannot be started."""
-        of = self.settings
-        folder = str(Path(of.dir or ".").resolve())
-        is_inside = of.sandbox != "none" and of.network == "gateway"
+        settings = self.settings
+        folder = str(Path(settings.dir or ".").resolve())
+        is_inside = settings.sandbox != "none" and settings.network == "gateway"
         port = (await self.gateway.served()).port
         url = f"http://127.0.0.1:{port}" if is_inside else await self.gateway.address()
         job = Job(
-            command=tuple(shlex.split(of.command)), scratch=scratch, folder=folder, visible=("/", folder),
-            environ=self.environ, env={**of.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
-            limits=Limits(cpu_s=of.cpu_s, memory_gb=of.memory_gb),
+            command=tuple(shlex.split(settings.command)), scratch=scratch, folder=folder, visible=("/", folder),
+            environ=self.environ,
+            env={**settings.env, **self._environment(key, str(scratch), url), "PYTHONUNBUFFERED": "1"},
+            limits=Limits(cpu_s=settings.cpu_s, memory_gb=settings.memory_gb),
             has_network=not is_inside, port=port, serve=self.gateway.serving,
         )  # fmt: skip
         assert self._sandbox is not None
@@ -184,54 +185,54 @@ class AgentWorkflow:
             "TMPDIR": scratch,
         }
 
-    def _read_reward(self, path: Path, one: OpenSession) -> None:
-        if one.reward is not None:
+    def _read_reward(self, path: Path, rollout: OpenSession) -> None:
+        if rollout.reward is not None:
             return
         try:
-            said = msgspec.json.decode(file_out(path), type=float | FileReward)
+            written = msgspec.json.decode(file_out(path), type=float | FileReward)
         except FileNotFoundError:
             raise _failed("the agent's program wrote no reward into $MYXA_REWARD_FILE") from None
         except (OSError, msgspec.MsgspecError) as error:
             raise _failed(f"the agent's reward file cannot be read: {error}") from error
-        rewards = FileReward(said) if isinstance(said, float) else said
+        rewards = FileReward(written) if isinstance(written, float) else written
         try:
-            one.reward = checked_reward(rewards.reward)
+            rollout.reward = checked_reward(rewards.reward)
             for answer, reward in rewards.answers.items():
-                one.session.reward_turn(answer, reward)
+                rollout.session.reward_turn(answer, reward)
         except RequestFault as fault:
             raise _failed(f"the agent's reward file cannot be read: {fault.text}") from fault
 
     # -- a service
 
-    async def _served(self, episode: Episode, task: dict[str, Any], one: OpenSession, key: str) -> None:
+    async def _serve(self, episode: Episode, task: dict[str, Any], rollout: OpenSession, key: str) -> None:
         """Offer the task until it is taken, then wait for its end."""
         url = await self.gateway.address()
-        whole = {**task, "key": key, "base_url": url, "openai_base_url": f"{url}/v1", "model": MODEL}
+        offered = {**task, "key": key, "base_url": url, "openai_base_url": f"{url}/v1", "model": MODEL}
         with episode.waits_for("agent", "to take its task"):
             if self.settings.polls:
-                await self.gateway.offer(whole, key).taken.wait()
+                await self.gateway.offer(offered, key).taken.wait()
             else:
-                await self._pushed(whole, one, key)
+                await self._push(offered, rollout, key)
         with episode.waits_for("agent"):
-            await self._until_ended(one)
+            await self._until_ended(rollout)
 
-    async def _until_ended(self, one: OpenSession) -> None:
+    async def _until_ended(self, rollout: OpenSession) -> None:
         loop, silence_s = asyncio.get_running_loop(), self.settings.silence_s
-        one.heard_s = loop.time()
-        while not one.ended.is_set():
-            silent_s = 0.0 if one.num_under_way else loop.time() - one.heard_s
+        rollout.heard_s = loop.time()
+        while not rollout.ended.is_set():
+            silent_s = 0.0 if rollout.num_under_way else loop.time() - rollout.heard_s
             if silent_s >= silence_s:
                 raise _failed(f"nothing was heard of the agent for {silence_s:g} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(silence_s - silent_s):
-                    await one.ended.wait()
+                    await rollout.ended.wait()
 
-    async def _pushed(self, task: dict[str, Any], one: OpenSession, key: str) -> None:
+    async def _push(self, task: dict[str, Any], rollout: OpenSession, key: str) -> None:
         once = blake2b(key.encode(), digest_size=16).hexdigest()  # such headers are logged, keys are not to be
         headers = {"Content-Type": "application/json", "Idempotency-Key": once}
         self._http = self._http or client_session(keepalive_s=15.0)
         body = msgspec.json.encode(task)
-        while not one.ended.is_set():
+        while not rollout.ended.is_set():
             try:
                 status, reply, _ = await post_bounded(
                     self._http, self.settings.url, body, headers,
@@ -249,14 +250,14 @@ class AgentWorkflow:
                 raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
             await asyncio.sleep(RETRY_S)
 
-    async def _kept(self) -> None:
+    async def _keep_running(self) -> None:
         """A program that polls, started again whenever it ends."""
         num_fruitless = 0
         while True:
             key, num_taken = self.gateway.add_service(), self.gateway.num_taken
             try:
                 async with _scratch() as scratch:
-                    _, why = await self._ran(scratch, key)
+                    _, why = await self._run(scratch, key)
             except MemberFailed as failed:
                 why = failed.message
             _log.warning("%s; it is started again", why)

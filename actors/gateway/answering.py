@@ -58,16 +58,16 @@ def session_of(body: bytes, policy: AgentSession, models: ModelsOfRollout) -> Ag
 def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str = "") -> Exchange:
     """Raises RequestFault."""
     session.check_size(len(body))
-    key = fingerprint(path, body, retry_key)
+    mark = fingerprint(path, body, retry_key)
     if path == Response.path:
-        exchange: Exchange = Response(body, key, session)
+        exchange: Exchange = Response(body, mark, session)
     else:
         kinds: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
             one.path: one for one in (ChatCompletion, TextCompletion, AnthropicMessage)
         }
         if path not in kinds:
             raise RequestFault("not-found", f"there is no {path}: there are {', '.join((*PATHS, MODELS_PATH))}")
-        exchange = kinds[path](body, key)
+        exchange = kinds[path](body, mark)
     exchange.id, exchange.decode = session.new_id(), session.decode
     return exchange
 
@@ -76,8 +76,8 @@ def num_tokens(body: bytes, session: AgentSession) -> dict[str, int]:
     """What Anthropic's `count_tokens` answers. Raises RequestFault."""
     session.check_size(len(body))
     table = read_body(body, dict[str, Any])
-    asked = AnthropicMessage(msgspec.json.encode({"max_tokens": 1, **table}), b"").asked
-    return {"input_tokens": session.num_tokens(asked)}
+    request = AnthropicMessage(msgspec.json.encode({"max_tokens": 1, **table}), b"").request
+    return {"input_tokens": session.num_tokens(request)}
 
 
 class Answering:
@@ -87,60 +87,60 @@ class Answering:
         """Begins them. `is_retry`: the client says that it asks again. Raises RequestFault."""
         self._exchange = exchange
         self._turns: list[ComingTurn] = []
-        said = exchange.asked.sampling
+        values = exchange.request.sampling
         for number in range(exchange.num):
-            mark = exchange.asked.fingerprint + bytes([number])
-            sampling = {**said, "seed": said["seed"] + number} if "seed" in said else said
-            asked = replace(exchange.asked, sampling=sampling, fingerprint=mark, is_retry=is_retry)
-            self._turns.append(session.ask(asked))
+            fingerprint = exchange.request.fingerprint + bytes([number])
+            sampling = {**values, "seed": values["seed"] + number} if "seed" in values else values
+            request = replace(exchange.request, sampling=sampling, fingerprint=fingerprint, is_retry=is_retry)
+            self._turns.append(session.ask(request))
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         """The body. Raises RequestFault."""
-        return self._exchange.whole([await turn.answer() for turn in self._turns])
+        return self._exchange.body([await turn.answer() for turn in self._turns])
 
     async def events(self) -> AsyncGenerator[str]:
         """Server-sent events. A fault on the way is the last of them."""
         exchange = self._exchange
-        told: asyncio.Queue[tuple[int, TurnText | Answer | RequestFault]] = asyncio.Queue(maxsize=len(self._turns))
+        parts: asyncio.Queue[tuple[int, TurnText | Answer | RequestFault]] = asyncio.Queue(maxsize=len(self._turns))
         answers: dict[int, Answer] = {}
-        seen = dict.fromkeys(range(len(self._turns)), TurnText())
+        sent = dict.fromkeys(range(len(self._turns)), TurnText())
 
         async def follow(index: int, turn: ComingTurn) -> None:
             try:
                 async for part in turn.parts():
-                    await told.put((index, part))
+                    await parts.put((index, part))
             except RequestFault as fault:
-                await told.put((index, fault))
+                await parts.put((index, fault))
 
         yield exchange.begin()
         # no TaskGroup: it makes an error of its own of a generator that is closed, as that of a client that left is
         followers = [asyncio.ensure_future(follow(index, turn)) for index, turn in enumerate(self._turns)]  # noqa: TID251 -- ended below
         try:
             while len(answers) < len(self._turns):
-                index, part = await told.get()
+                index, part = await parts.get()
                 if isinstance(part, RequestFault):
                     yield event(exchange.fault(part), "error")
                     return
                 text = part.text if isinstance(part, Answer) else part
-                before, seen[index] = seen[index], text
+                before, sent[index] = sent[index], text
                 reasoning = text.reasoning[len(before.reasoning) :]
                 content = text.content[len(before.content) :]
                 if reasoning or content:
-                    yield exchange.grown(index, reasoning, content)
+                    yield exchange.delta(index, reasoning, content)
                 if isinstance(part, Answer):
                     answers[index] = part
-                    yield exchange.ended(index, part)
+                    yield exchange.end(index, part)
         finally:
-            for one in followers:
-                one.cancel()
+            for task in followers:
+                task.cancel()
         yield exchange.close([answers[index] for index in range(len(self._turns))])
 
-    def delivered(self) -> None:
+    def mark_delivered(self) -> None:
         """The client has all of it: who asks the same again gets another turn."""
         for turn in self._turns:
-            turn.delivered()
+            turn.mark_delivered()
 
-    def left(self) -> None:
+    def mark_left(self) -> None:
         """The client does not wait any more: who asks the same again, and has not got it, gets this one."""
         for turn in self._turns:
             turn.is_awaited = False

@@ -21,8 +21,8 @@ from .exchange import (
     read_body,
     sampling_of,
 )
-from .openai_chat import written
-from .session import Answer, Asked, RequestFault
+from .openai_chat import json_text
+from .session import Answer, RequestFault, TurnRequest
 
 _TYPES = {
     "auth": "authentication_error",
@@ -106,29 +106,31 @@ def _text(content: str | Sequence[Block] | None, place: str) -> str:
         return content or ""
     for block in content:
         if block.type != "text":
-            words = f"a block of type {block.type!r} is not read here: this model reads text"
-            raise RequestFault("invalid", words, param=place)
+            reason = f"a block of type {block.type!r} is not read here: this model reads text"
+            raise RequestFault("invalid", reason, param=place)
         check_has(block, _NEEDED["text"], place)
     return "".join(str(block.text) for block in content)
 
 
-def read_client_message(said: ClientMessage, place: str) -> Iterator[Message]:
+def read_client_message(message: ClientMessage, place: str) -> Iterator[Message]:
     """As chat templates know it: answers of tools are messages of their own. Raises RequestFault."""
-    blocks = [Block("text", text=said.content)] if isinstance(said.content, str) else said.content
+    blocks = [Block("text", text=message.content)] if isinstance(message.content, str) else message.content
     for block in blocks:
         check_has(block, _NEEDED.get(block.type, ()), place)
-    if said.role == "assistant":
-        calls = tuple(call_table(one.id, str(one.name), one.input) for one in blocks if one.type == "tool_use")
-        thought = "".join(str(one.thinking) for one in blocks if one.type == "thinking")
-        kept = [one for one in blocks if one.type not in ("tool_use", "thinking", "redacted_thinking")]
+    if message.role == "assistant":
+        calls = tuple(
+            call_table(block.id, str(block.name), block.input) for block in blocks if block.type == "tool_use"
+        )
+        thought = "".join(str(block.thinking) for block in blocks if block.type == "thinking")
+        text_blocks = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
         extra = {"reasoning_content": thought} if thought else {}
-        yield Message(role="assistant", content=_text(kept, place), tool_calls=calls, extra=extra)
+        yield Message(role="assistant", content=_text(text_blocks, place), tool_calls=calls, extra=extra)
         return
     if not blocks:
         raise RequestFault("invalid", "content is an empty list", param=place)
     for is_result, group in groupby(blocks, lambda block: block.type == "tool_result"):
         if not is_result:
-            yield Message(role=said.role, content=_text(list(group), place))
+            yield Message(role=message.role, content=_text(list(group), place))
             continue
         for block in group:
             text = _text(block.content, place)
@@ -148,24 +150,24 @@ class AnthropicMessage(Exchange):
         tool_choice = body.tool_choice or {}
         choice = tool_choice.get("type", "auto")
         if choice not in ("auto", "none"):
-            words = "must be auto or none: a call that is forced is none of the model's own"
-            raise RequestFault("invalid", words, param="tool_choice")
+            reason = "must be auto or none: a call that is forced is none of the model's own"
+            raise RequestFault("invalid", reason, param="tool_choice")
         if body.thread is not None:  # the SDK's tool runner then sends its request again without one
-            words = "no thread is kept here: send all messages with each request"
-            raise RequestFault("invalid", words, param="thread", code="thread_unsupported_request")
+            reason = "no thread is kept here: send all messages with each request"
+            raise RequestFault("invalid", reason, param="thread", code="thread_unsupported_request")
         if (body.output_config or {}).get("format"):
             raise RequestFault("invalid", "must be left out: no grammar is applied", param="output_config.format")
         for number, tool in enumerate(body.tools or ()):
             if tool.type not in (None, "custom"):
-                words = f"a tool of type {tool.type!r} is run by its maker's servers: give one with an input_schema"
-                raise RequestFault("invalid", words, param=f"tools.{number}")
+                reason = f"a tool of type {tool.type!r} is run by its maker's servers: give one with an input_schema"
+                raise RequestFault("invalid", reason, param=f"tools.{number}")
         system = _text(body.system, "system")
         messages = [Message(role="system", content=system)] if system else []
-        for number, said in enumerate(body.messages):
-            messages += read_client_message(said, f"messages.{number}")
-        self.asked = Asked(
+        for number, message in enumerate(body.messages):
+            messages += read_client_message(message, f"messages.{number}")
+        self.request = TurnRequest(
             messages=checked_messages(messages),
-            tools=tuple(function_tool(one.name, one.description, one.input_schema) for one in body.tools or ()),
+            tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()),
             may_call=choice != "none",
             max_calls=1 if tool_choice.get("disable_parallel_tool_use") else None,
             sampling=sampling_of(
@@ -183,7 +185,7 @@ class AnthropicMessage(Exchange):
                  "output_tokens": 0 if answer is None else len(answer.token_ids)}  # fmt: skip
         return {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self.model, "usage": usage}
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         answer = answers[0]
         text = answer.text
         blocks: list[dict[str, Any]] = []
@@ -203,7 +205,7 @@ class AnthropicMessage(Exchange):
         message = {**self._head(None), "content": list[Any](), "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message=message)
 
-    def grown(self, index: int, reasoning: str, content: str) -> str:
+    def delta(self, index: int, reasoning: str, content: str) -> str:
         return self._more("thinking", reasoning) + self._more("text", content)
 
     def _more(self, kind: str, text: str) -> str:
@@ -223,13 +225,13 @@ class AnthropicMessage(Exchange):
         kind, self._open = self._open, ""
         return _event("content_block_stop", index=self._at) if kind else ""
 
-    def ended(self, index: int, answer: Answer) -> str:
+    def end(self, index: int, answer: Answer) -> str:
         out = self._closed()
         if self._at < 0 and not answer.text.calls:
             out += self._begun("text", {"type": "text", "text": ""}) + self._closed()
         for number, call in zip(answer.call_ids, answer.text.calls, strict=True):
             out += self._begun("tool_use", {"type": "tool_use", "id": number, "name": call.name, "input": {}})
-            delta = {"type": "input_json_delta", "partial_json": written(call.arguments)}
+            delta = {"type": "input_json_delta", "partial_json": json_text(call.arguments)}
             out += _event("content_block_delta", index=self._at, delta=delta) + self._closed()
         return out
 

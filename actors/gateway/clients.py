@@ -75,12 +75,12 @@ class SessionClients:
 
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
         """Of all conversations that had a turn. Raises UserCodeError where none had."""
-        found = self.session.samples(reward)
-        if not found:
+        samples = self.session.samples(reward)
+        if not samples:
             raise UserCodeError(
                 "workflow: ctx.samples() before any turn", remedy="ask ctx.openai or ctx.anthropic for one first"
             )
-        return found
+        return samples
 
     async def close(self) -> None:
         """End the turns under way."""
@@ -111,9 +111,9 @@ class SessionClients:
                     async with contextlib.aclosing(answering.events()) as events:
                         async for text in events:
                             yield text.encode()
-                    answering.delivered()
+                    answering.mark_delivered()
                 finally:
-                    answering.left()
+                    answering.mark_left()
 
         path, status = request.url.path, 200
         try:
@@ -128,10 +128,10 @@ class SessionClients:
                 if exchange.is_stream:
                     return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Events())
                 try:
-                    data = await answering.whole()
-                    answering.delivered()
+                    data = await answering.body()
+                    answering.mark_delivered()
                 finally:
-                    answering.left()
+                    answering.mark_left()
         except RequestFault as fault:
             data, status = fault_body(path, fault), STATUS[fault.kind]
         head = {"Content-Type": "application/json"}
@@ -151,23 +151,23 @@ def models_of_rollout(
 
         return None if ask is None else draw
 
-    found = ModelsOfRollout()
-    for name, one in models.items():
+    models_by_name = ModelsOfRollout()
+    for name, model in models.items():
         root = Episode(
             prompt=replace(episode.prompt, messages=(), tools=()),
             index=episode.index,
-            tokenizer=one.tokenizer,
-            model=one.access,
-            renderer=one.renderer,
+            tokenizer=model.tokenizer,
+            model=model.access,
+            renderer=model.renderer,
             prompt_ids=np.zeros(0, np.int32),
             draw=draw_of(name),
         )
-        found[name] = ModelOfRollout(root=root, clients=SessionClients(root, one.tokenizer, loop))
-    return found
+        models_by_name[name] = ModelOfRollout(root=root, clients=SessionClients(root, model.tokenizer, loop))
+    return models_by_name
 
 
 def _http_package(sdk: Any) -> Any:
-    base = next(one for one in sdk.DefaultAsyncHttpxClient.__mro__[1:] if one.__name__ == "AsyncClient")
+    base = next(base for base in sdk.DefaultAsyncHttpxClient.__mro__[1:] if base.__name__ == "AsyncClient")
     return importlib.import_module(base.__module__.partition(".")[0])
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ...core.ids import POLICY
 from ...core.samples import Message
-from .session import Answer, Asked, RequestFault
+from .session import Answer, RequestFault, TurnRequest
 
 T = TypeVar("T")
 MODEL = POLICY
@@ -27,7 +27,7 @@ class Exchange(ABC):
     """A request that was read, and how its answer is written. Streams are server-sent events."""
 
     path: ClassVar[str]
-    asked: Asked
+    request: TurnRequest
     num: int = 1
     """How many answers are wanted."""
     is_stream: bool = False
@@ -40,7 +40,7 @@ class Exchange(ABC):
         """Special tokens kept; set by the server."""
 
     @abstractmethod
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
     def begin(self) -> str:
@@ -48,11 +48,11 @@ class Exchange(ABC):
         return ""
 
     @abstractmethod
-    def grown(self, index: int, reasoning: str, content: str) -> str:
+    def delta(self, index: int, reasoning: str, content: str) -> str:
         """Events for more text of answer number `index`; either may be empty."""
 
     @abstractmethod
-    def ended(self, index: int, answer: Answer) -> str:
+    def end(self, index: int, answer: Answer) -> str:
         """Events for the end of an answer whose text was sent: its calls, why it ended."""
 
     @abstractmethod
@@ -98,8 +98,8 @@ def read_body(body: bytes, kind: type[T]) -> T:
     except (RecursionError, UnicodeError) as error:
         raise RequestFault("invalid", f"the body is nested too deeply, or is no UTF-8: {error}") from None
     except msgspec.DecodeError as error:
-        found = _PLACE.search(str(error))
-        param = (found[1] or found[2]) if found else None
+        match = _PLACE.search(str(error))
+        param = (match[1] or match[2]) if match else None
         raise RequestFault("invalid", f"the body cannot be read: {error}", param=param) from None
 
 
@@ -165,13 +165,13 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
 def check_tool_choice(choice: object) -> None:
     """Raises RequestFault for a call that is forced."""
     if choice not in (None, "auto", "none"):
-        words = "tool_choice must be auto or none: a call that is forced is none of the model's own"
-        raise RequestFault("invalid", words, param="tool_choice")
+        reason = "tool_choice must be auto or none: a call that is forced is none of the model's own"
+        raise RequestFault("invalid", reason, param="tool_choice")
 
 
-def sampling_of(**said: object) -> dict[str, Any]:
+def sampling_of(**values: object) -> dict[str, Any]:
     """What a client says, without what it leaves out."""
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -189,7 +189,7 @@ def checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
 def facts_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """What no dialect has a field for."""
     return {
-        "versions": [min(one.versions[0] for one in answers), max(one.versions[1] for one in answers)],
-        "answers": [one.id for one in answers],
-        "is_malformed": any(one.text.is_malformed for one in answers),
+        "versions": [min(answer.versions[0] for answer in answers), max(answer.versions[1] for answer in answers)],
+        "answers": [answer.id for answer in answers],
+        "is_malformed": any(answer.text.is_malformed for answer in answers),
     }

@@ -25,12 +25,14 @@ from .exchange import (
     stops_of,
     text_of,
 )
-from .session import HALF, Answer, Asked, RequestFault
+from .session import HALF, Answer, RequestFault, TurnRequest
 
 _TYPES = {"auth": "authentication_error", "busy": "server_error", "engine": "server_error"}
 _CODES = {"auth": "invalid_api_key", "too-long": "context_length_exceeded", "too-large": "request_too_large"}
 DONE = "data: [DONE]\n\n"
-SAID = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
+)  # fmt: skip
 
 
 def openai_fault(fault: RequestFault) -> dict[str, Any]:
@@ -61,8 +63,8 @@ class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
             raise RequestFault("invalid", "logit_bias would change what is learnt: leave it out", param="logit_bias")
         if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
             raise RequestFault("invalid", f"n is {self.n}: use 1 to {MAX_CHOICES}", param="n")
-        said = {name: getattr(self, name) for name in SAID}
-        return sampling_of(**said, stop=stops_of(self.stop), max_new_tokens=max_tokens)
+        values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        return sampling_of(**values, stop=stops_of(self.stop), max_new_tokens=max_tokens)
 
 
 class CalledFunction(msgspec.Struct):
@@ -135,21 +137,21 @@ class CompletionBody(_Shared, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
 
 
-def read_message(said: ChatMessage, place: str) -> Message:
+def read_message(message: ChatMessage, place: str) -> Message:
     """Of a chat history. Raises RequestFault."""
-    if said.function_call is not None:
+    if message.function_call is not None:
         raise RequestFault("invalid", f"{place}.function_call is of an old form: use tool_calls", param=place)
-    if said.role != "assistant":
-        check_has(said, ("content",), place)
-    thought = said.reasoning_content or said.reasoning
+    if message.role != "assistant":
+        check_has(message, ("content",), place)
+    thought = message.reasoning_content or message.reasoning
     return Message(
-        role="system" if said.role == "developer" else said.role,
-        content=text_of(said.content, f"{place}.content", ("text", "refusal")) or said.refusal or "",
-        name=said.name or "",
+        role="system" if message.role == "developer" else message.role,
+        content=text_of(message.content, f"{place}.content", ("text", "refusal")) or message.refusal or "",
+        name=message.name or "",
         tool_calls=tuple(
-            call_table(one.id, one.function.name, one.function.arguments) for one in said.tool_calls or ()
+            call_table(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
         ),
-        tool_call_id=said.tool_call_id or "",
+        tool_call_id=message.tool_call_id or "",
         extra={"reasoning_content": thought} if thought else {},
     )
 
@@ -158,7 +160,7 @@ def read_tools(tools: Sequence[ChatTool] | None, choice: str | dict[str, Any] | 
     """As chat templates know them. Raises RequestFault for a call that is forced."""
     check_tool_choice(choice)
     return tuple(
-        function_tool(one.function.name, one.function.description, one.function.parameters) for one in tools or ()
+        function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools or ()
     )
 
 
@@ -182,9 +184,9 @@ class ChatCompletion(Exchange):
                 "invalid", "top_logprobs must be 0: engines tell those of drawn tokens", param="top_logprobs"
             )
         tools = read_tools(body.tools, body.tool_choice)
-        messages = [read_message(one, f"messages[{at}]") for at, one in enumerate(body.messages)]
+        messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(body.messages)]
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        self.asked = Asked(
+        self.request = TurnRequest(
             messages=checked_messages(messages),
             tools=tools,
             may_call=body.tool_choice != "none",
@@ -196,21 +198,21 @@ class ChatCompletion(Exchange):
         self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
         self._tells_logprobs = bool(body.logprobs)
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
                 "message": {
                     "role": "assistant",
-                    "content": one.text.content or (None if one.text.calls else ""),
+                    "content": answer.text.content or (None if answer.text.calls else ""),
                     "refusal": None,
-                    **self._more(one),
+                    **self._more(answer),
                 },
-                "logprobs": self._logprobs(one),
-                "finish_reason": finish_of(one),
-                "token_ids": list(one.token_ids),
+                "logprobs": self._logprobs(answer),
+                "finish_reason": finish_of(answer),
+                "token_ids": list(answer.token_ids),
             }
-            for index, one in enumerate(answers)
+            for index, answer in enumerate(answers)
         ]
         head = self._head("chat.completion")
         return {**head, "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
@@ -220,7 +222,11 @@ class ChatCompletion(Exchange):
 
     def _more(self, answer: Answer) -> dict[str, Any]:
         calls = [
-            {"id": number, "type": "function", "function": {"name": call.name, "arguments": written(call.arguments)}}
+            {
+                "id": number,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json_text(call.arguments)},
+            }
             for number, call in zip(answer.call_ids, answer.text.calls, strict=True)
         ]
         thought = {"reasoning_content": answer.text.reasoning} if answer.text.reasoning else {}
@@ -229,7 +235,7 @@ class ChatCompletion(Exchange):
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
         if not self._tells_logprobs:
             return None
-        texts = [self.decode([one]) for one in answer.token_ids]
+        texts = [self.decode([token]) for token in answer.token_ids]
         return {
             "content": [
                 {"token": text, "logprob": value, "bytes": _bytes_of(text), "top_logprobs": []}
@@ -243,23 +249,21 @@ class ChatCompletion(Exchange):
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def begin(self) -> str:
-        return "".join(self._chunk(at, {"role": "assistant", "content": ""}) for at in range(self.num))
+        return "".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num))
 
-    def grown(self, index: int, reasoning: str, content: str) -> str:
+    def delta(self, index: int, reasoning: str, content: str) -> str:
         thought = self._chunk(index, {"reasoning_content": reasoning}) if reasoning else ""
         return thought + (self._chunk(index, {"content": content}) if content else "")
 
-    def ended(self, index: int, answer: Answer) -> str:
-        calls = self._more(answer).get("tool_calls", [])
-        said = (
-            self._chunk(index, {"tool_calls": [{"index": at, **one} for at, one in enumerate(calls)]}) if calls else ""
-        )
+    def end(self, index: int, answer: Answer) -> str:
+        calls = [{"index": number, **call} for number, call in enumerate(self._more(answer).get("tool_calls", []))]
+        calls_chunk = self._chunk(index, {"tool_calls": calls}) if calls else ""
         more = {"logprobs": self._logprobs(answer), "token_ids": list(answer.token_ids)}
-        return said + self._chunk(index, {}, finish_of(answer), **more)
+        return calls_chunk + self._chunk(index, {}, finish_of(answer), **more)
 
     def close(self, answers: Sequence[Answer]) -> str:
-        head, none = self._head("chat.completion.chunk"), list[Any]()
-        usage = event({**head, "choices": none, "usage": usage_of(answers), "myxa": facts_of(answers)})
+        head, no_choices = self._head("chat.completion.chunk"), list[Any]()
+        usage = event({**head, "choices": no_choices, "usage": usage_of(answers), "myxa": facts_of(answers)})
         return (usage if self._tells_usage else "") + DONE
 
 
@@ -282,13 +286,13 @@ class TextCompletion(Exchange):
                 "invalid", "logprobs must be 0 or 1: engines tell those of drawn tokens", param="logprobs"
             )
         limit = 16 if body.max_tokens is None else body.max_tokens
-        self.asked = Asked(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
+        self.request = TurnRequest(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
         self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
         self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
         self._tells_logprobs = body.logprobs is not None
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [self._choice(at, one.text.content, one) for at, one in enumerate(answers)]
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._choice(index, answer.text.content, answer) for index, answer in enumerate(answers)]
         return {**self._head(), "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
 
     def _head(self) -> dict[str, Any]:
@@ -297,20 +301,20 @@ class TextCompletion(Exchange):
     def _choice(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
         logprobs = None
         if answer is not None and self._tells_logprobs:
-            texts = [self.decode([one]) for one in answer.token_ids]
+            texts = [self.decode([token]) for token in answer.token_ids]
             logprobs = {"tokens": texts, "token_logprobs": list(answer.logprobs), "top_logprobs": None}
         finish = None if answer is None else answer.finish
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def grown(self, index: int, reasoning: str, content: str) -> str:
+    def delta(self, index: int, reasoning: str, content: str) -> str:
         return event({**self._head(), "choices": [self._choice(index, reasoning + content, None)]})
 
-    def ended(self, index: int, answer: Answer) -> str:
+    def end(self, index: int, answer: Answer) -> str:
         return event({**self._head(), "choices": [self._choice(index, "", answer)]})
 
     def close(self, answers: Sequence[Answer]) -> str:
-        none = list[Any]()
-        usage = event({**self._head(), "choices": none, "usage": usage_of(answers), "myxa": facts_of(answers)})
+        no_choices = list[Any]()
+        usage = event({**self._head(), "choices": no_choices, "usage": usage_of(answers), "myxa": facts_of(answers)})
         return (usage if self._tells_usage else "") + DONE
 
 
@@ -319,7 +323,7 @@ def _bytes_of(text: str) -> list[int] | None:
     return None if HALF in text else list(text.encode())
 
 
-def written(arguments: dict[str, Any]) -> str:
+def json_text(arguments: dict[str, Any]) -> str:
     """Of a tool call, as the dialect has them: JSON in a text."""
     return msgspec.json.encode(arguments).decode()
 
@@ -331,5 +335,5 @@ def finish_of(answer: Answer) -> str:
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, int]:
     """Tokens that were read and drawn."""
-    prompt, drawn = answers[0].num_prompt, sum(len(one.token_ids) for one in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    num_prompt, num_drawn = answers[0].num_prompt, sum(len(answer.token_ids) for answer in answers)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn}

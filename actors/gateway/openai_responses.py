@@ -23,8 +23,8 @@ from .exchange import (
     sampling_of,
     text_of,
 )
-from .openai_chat import openai_fault, written
-from .session import AgentSession, Answer, Asked, RequestFault
+from .openai_chat import json_text, openai_fault
+from .session import AgentSession, Answer, RequestFault, TurnRequest
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
@@ -93,29 +93,29 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
     """As messages: calls belong to the model's message before them. Raises RequestFault."""
     if isinstance(items, str):
         return [Message(role="user", content=items)]
-    found: list[Message] = []
+    messages: list[Message] = []
     thought: dict[str, Any] = {}
     for number, item in enumerate(items):
         place = f"input[{number}]"
         check_has(item, _NEEDED.get(item.type, ()), place)
         if item.type == "reasoning":
-            said = text_of(item.content or item.summary, f"{place}.content", THOUGHT_PARTS)
-            thought = {"reasoning_content": said} if said else {}
+            text = text_of(item.content or item.summary, f"{place}.content", THOUGHT_PARTS)
+            thought = {"reasoning_content": text} if text else {}
         elif item.type == "message":
             role = "system" if item.role == "developer" else str(item.role)
             text = text_of(item.content, f"{place}.content", TEXT_PARTS)
-            found.append(Message(role=role, content=text, extra=thought if role == "assistant" else {}))
+            messages.append(Message(role=role, content=text, extra=thought if role == "assistant" else {}))
             thought = {}
         elif item.type == "function_call":
-            if not found or found[-1].role != "assistant":
-                found.append(Message(role="assistant", content="", extra=thought))
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant", content="", extra=thought))
                 thought = {}
-            calls = (*found[-1].tool_calls, call_table(item.call_id, str(item.name), item.arguments))
-            found[-1] = msgspec.structs.replace(found[-1], tool_calls=calls)
+            calls = (*messages[-1].tool_calls, call_table(item.call_id, str(item.name), item.arguments))
+            messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
         elif item.type == "function_call_output":
             output = text_of(item.output, f"{place}.output", TEXT_PARTS)
-            found.append(Message(role="tool", content=output, tool_call_id=item.call_id))
-    return found
+            messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
+    return messages
 
 
 class Response(Exchange):
@@ -132,19 +132,19 @@ class Response(Exchange):
         if body.text is not None and body.text.format.type != "text":
             raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
         if "message.output_text.logprobs" in (body.include or ()):
-            words = "include cannot ask for log-probs here: ask /v1/chat/completions"
-            raise RequestFault("invalid", words, param="include")
+            reason = "include cannot ask for log-probs here: ask /v1/chat/completions"
+            raise RequestFault("invalid", reason, param="include")
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
             if body.previous_response_id not in session.conversations:
-                words = f"no response {body.previous_response_id} was given in this session"
-                raise RequestFault("not-found", words, param="previous_response_id")
+                reason = f"no response {body.previous_response_id} was given in this session"
+                raise RequestFault("not-found", reason, param="previous_response_id")
             before = session.conversations[body.previous_response_id]
-        told = (Message(role="system", content=body.instructions),) if body.instructions else ()
+        instructions = (Message(role="system", content=body.instructions),) if body.instructions else ()
         self._session, self._messages = session, checked_messages([*before, *read_items(body.input)])
-        self.asked = Asked(
-            messages=(*told, *self._messages),
-            tools=tuple(function_tool(one.name, one.description, one.parameters) for one in body.tools or ()),
+        self.request = TurnRequest(
+            messages=(*instructions, *self._messages),
+            tools=tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()),
             may_call=body.tool_choice != "none",
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
@@ -191,7 +191,7 @@ class Response(Exchange):
         for number, call in zip(answer.call_ids, text.calls, strict=True):
             yield {
                 "type": "function_call", "id": f"fc_{number}", "call_id": number, "name": call.name,
-                "arguments": written(call.arguments), "status": "completed",
+                "arguments": json_text(call.arguments), "status": "completed",
             }  # fmt: skip
 
     def _item(self, kind: str, text: str | None) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Response(Exchange):
         parts = [] if text is None else [_part(text)]
         return {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": parts, "status": status}
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         if self._body.store is not False:
             self._session.remember(self._name, (*self._messages, answers[0].message()))
         return self._object(answers[0])
@@ -218,7 +218,7 @@ class Response(Exchange):
             "in_progress", response=self._object(None)
         )
 
-    def grown(self, index: int, reasoning: str, content: str) -> str:
+    def delta(self, index: int, reasoning: str, content: str) -> str:
         return self._more("reasoning", reasoning) + self._more("content", content)
 
     def _place(self, kind: str) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Response(Exchange):
         name = "output_text.delta" if kind == "content" else "reasoning_text.delta"
         return begun + self._event(name, **place, delta=text, **({"logprobs": []} if kind == "content" else {}))
 
-    def ended(self, index: int, answer: Answer) -> str:
+    def end(self, index: int, answer: Answer) -> str:
         out = ""
         if not answer.text.calls and not self._sent["content"] and not answer.text.content:
             out += self._event("output_item.added", output_index=self._place("content")["output_index"],
@@ -263,7 +263,7 @@ class Response(Exchange):
 
     def close(self, answers: Sequence[Answer]) -> str:
         kind = "incomplete" if answers[0].finish == "length" else "completed"
-        return self._event(kind, response=self.whole(answers))
+        return self._event(kind, response=self.body(answers))
 
 
 def _part(text: str) -> dict[str, Any]:

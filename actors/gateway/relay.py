@@ -39,7 +39,7 @@ from .server import (
     health,
     in_dialect,
     key_of,
-    sent,
+    send_whole,
 )
 from .session import RequestFault
 
@@ -137,11 +137,11 @@ class GatewayRelay(GatewayContract):
         """Who is asked, and with which key. Raises RequestFault."""
         eval_key = self._listener.place.eval_key
         if eval_key and same(key, eval_key):
-            there = [one for one in self._behind.values() if one.place.eval_key]
-            if not there:
+            able = [behind for behind in self._behind.values() if behind.place.eval_key]
+            if not able:
                 raise RequestFault("busy", "no rollout actor serves now: ask again in a moment")
-            found = there[next(self._turns) % len(there)]
-            return found, found.place.eval_key
+            behind = able[next(self._turns) % len(able)]
+            return behind, behind.place.eval_key
         match = _SESSION_KEY.match(key)
         if match is None:
             raise RequestFault("auth", "no session has this key: send the one that the task came with")
@@ -173,10 +173,10 @@ class GatewayRelay(GatewayContract):
                 return response
         except aiohttp.ClientError as error:
             self.counts["away"] += 1
-            words = f"the rollout actor that answers is gone: {error}"
+            reason = f"the rollout actor that answers is gone: {error}"
             if response is not None:  # no status can be told any more: the connection ends in the middle
-                raise ConnectionResetError(words) from error
-            raise RequestFault("busy", f"{words}; ask again in a moment") from error
+                raise ConnectionResetError(reason) from error
+            raise RequestFault("busy", f"{reason}; ask again in a moment") from error
 
     def _ask(
         self, behind: _Behind, method: str, path: str, body: bytes, headers: dict[str, str]
@@ -203,22 +203,22 @@ class GatewayRelay(GatewayContract):
         except TimeoutError:
             return web.Response(status=204)
         try:
-            return await sent(request, web.Response(body=task, content_type="application/json"))
+            return await send_whole(request, web.Response(body=task, content_type="application/json"))
         except BaseException:
             self._tasks.append(task)
             raise
 
     async def _look_for_task(self) -> None:
         """Take one, from actors in turn."""
-        there = list(self._behind.values())
+        all_behind = list(self._behind.values())
         first = next(self._turns)
-        for at in range(len(there)):
-            one = there[(first + at) % len(there)]
-            headers = {"Authorization": f"Bearer {one.place.tasks_key}"}
+        for number in range(len(all_behind)):
+            behind = all_behind[(first + number) % len(all_behind)]
+            headers = {"Authorization": f"Bearer {behind.place.tasks_key}"}
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with (
                     asyncio.timeout(ASK_S),
-                    self._ask(one, "POST", "/v1/tasks/next?now", b"{}", headers) as answer,
+                    self._ask(behind, "POST", "/v1/tasks/next?now", b"{}", headers) as answer,
                 ):
                     if answer.status == 200:
                         self._tasks.append(await answer.read())

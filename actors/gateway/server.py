@@ -115,34 +115,34 @@ class Listener:
 
     async def open(self) -> GatewayPlace:
         """Listen. Raises ConfigError where the address is taken."""
-        of, kept = self.options, GatewayPlace()
-        if of.file:
+        options, earlier = self.options, GatewayPlace()
+        if options.file:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                kept = msgspec.json.decode(Path(of.file).read_bytes(), type=GatewayPlace)
+                earlier = msgspec.json.decode(Path(options.file).read_bytes(), type=GatewayPlace)
         await self._runner.setup()
         try:
-            await self._listen(of.port or kept.port)
+            await self._listen(options.port or earlier.port)
         except OSError as error:
-            if of.port or not kept.port:
+            if options.port or not earlier.port:
                 await self._runner.cleanup()
                 if isinstance(error, socket.gaierror):
-                    raise ConfigError(
-                        f"{of.host}: {error.strerror}", remedy="name an address of this machine"
-                    ) from error
-                raise ConfigError(f"{of.key} = {of.port}: {error.strerror}", remedy="use 0: any free port") from error
-            _log.warning("port %d, which this gateway had before, is taken: it gets another one", kept.port)
+                    remedy = "name an address of this machine"
+                    raise ConfigError(f"{options.host}: {error.strerror}", remedy=remedy) from error
+                place = f"{options.key} = {options.port}"
+                raise ConfigError(f"{place}: {error.strerror}", remedy="use 0: any free port") from error
+            _log.warning("port %d, which this gateway had before, is taken: it gets another one", earlier.port)
             await self._listen(0)
         port: int = self._runner.addresses[0][1]
-        host = socket.gethostname() if of.host in ("0.0.0.0", "::") else of.host
-        eval_key = (kept.eval_key or _new_key("eval-")) if of.has_eval_key else ""
+        host = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
+        eval_key = (earlier.eval_key or _new_key("eval-")) if options.has_eval_key else ""
         self.place = GatewayPlace(
             base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
             port=port,
-            tasks_key=kept.tasks_key or _new_key("tasks-"),
+            tasks_key=earlier.tasks_key or _new_key("tasks-"),
             eval_key=eval_key,
         )
-        if of.file:
-            write_durably(Path(of.file), msgspec.json.encode(self.place), 0o600)
+        if options.file:
+            write_durably(Path(options.file), msgspec.json.encode(self.place), 0o600)
         self.is_open.set()
         return self.place
 
@@ -244,7 +244,7 @@ class Gateway:
         place = await self._listener.open()
         self._services[place.tasks_key] = set()
         if not self.is_behind:
-            self.found(place.base_url)
+            self.set_address(place.base_url)
 
     async def stop(self) -> None:
         await self._listener.close()
@@ -260,7 +260,7 @@ class Gateway:
         await self._listener.is_open.wait()
         return self._listener.place
 
-    def found(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         """What agents get from now on."""
         if self._address is None or self._address.done():
             self._address = asyncio.get_running_loop().create_future()
@@ -272,28 +272,29 @@ class Gateway:
             self._address = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._address)
 
-    def open(self, one: OpenSession) -> str:
+    def open(self, rollout: OpenSession) -> str:
         key = _new_key(self._prefix)
-        self._open[key] = one
+        self._open[key] = rollout
         return key
 
     async def close(self, key: str) -> None:
         """Its key is refused from now on; its turns under way end."""
-        one = self._open.pop(key, None)
+        rollout = self._open.pop(key, None)
         self._offered.pop(key, None)
         for taken in self._services.values():
             taken.discard(key)
         self._ended[key] = None
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        for session in () if one is None else (one.session, *(other.clients for other in one.models.values())):
-            await session.close()
+        if rollout is not None:
+            for session in (rollout.session, *(model.clients for model in rollout.models.values())):
+                await session.close()
 
     def offer(self, task: dict[str, Any], key: str) -> Offer:
         """Put a task where services that poll get it."""
-        one = self._offered[key] = Offer(task, key)
+        offer = self._offered[key] = Offer(task, key)
         self._has_offers.set()
-        return one
+        return offer
 
     def add_service(self) -> str:
         key = _new_key(f"{self._prefix}tasks-")
@@ -303,17 +304,17 @@ class Gateway:
     def drop_service(self, key: str, why: str) -> None:
         """It has ended: what it has taken fails."""
         for taken in self._services.pop(key):
-            if (one := self._open.get(taken)) is not None and not one.ended.is_set():
-                one.end = SessionEnd(failure=why)
-                one.ended.set()
+            if (rollout := self._open.get(taken)) is not None and not rollout.ended.is_set():
+                rollout.end = SessionEnd(failure=why)
+                rollout.ended.set()
 
     def refuse_offers(self, why: str) -> None:
         """Nothing will ever take the tasks that wait: their rollouts fail."""
         while self._offered:
             key, offer = self._offered.popitem()
-            if (one := self._open.get(key)) is not None:
-                one.end = SessionEnd(failure=why, kind="user-code")
-                one.ended.set()
+            if (rollout := self._open.get(key)) is not None:
+                rollout.end = SessionEnd(failure=why, kind="user-code")
+                rollout.ended.set()
                 offer.taken.set()
 
     async def _next_task(self, request: web.Request) -> web.StreamResponse:
@@ -327,12 +328,12 @@ class Gateway:
                     await self._has_offers.wait()
         if not self._offered:
             return web.Response(status=204)
-        return await self._given(self._offered.pop(next(iter(self._offered))), key, request)
+        return await self._hand_over(self._offered.pop(next(iter(self._offered))), key, request)
 
-    async def _given(self, offer: Offer, key: str, request: web.Request) -> web.StreamResponse:
+    async def _hand_over(self, offer: Offer, key: str, request: web.Request) -> web.StreamResponse:
         """Hand the task over; to another service where this one has left."""
         try:
-            response = await sent(request, json_response(offer.task))
+            response = await send_whole(request, json_response(offer.task))
         except BaseException:
             if offer.key in self._open:
                 self._offered[offer.key] = offer
@@ -347,27 +348,27 @@ class Gateway:
     async def _session(self, request: web.Request) -> AsyncGenerator[OpenSession]:
         """Of the request's key. Raises RequestFault."""
         if self._is_eval(request):
-            async with self._eval_session() as one:
-                yield one
+            async with self._eval_session() as rollout:
+                yield rollout
             return
-        found = self._rollout(request)
-        found.num_under_way += 1
+        rollout = self._find_rollout(request)
+        rollout.num_under_way += 1
         try:
-            yield found
+            yield rollout
         finally:
-            found.num_under_way -= 1
-            found.heard_s = asyncio.get_running_loop().time()
+            rollout.num_under_way -= 1
+            rollout.heard_s = asyncio.get_running_loop().time()
 
     def _is_eval(self, request: web.Request) -> bool:
         eval_key = self._listener.place.eval_key
         return bool(eval_key) and same(key_of(request), eval_key)
 
-    def _rollout(self, request: web.Request) -> OpenSession:
+    def _find_rollout(self, request: web.Request) -> OpenSession:
         """Raises RequestFault."""
         key = key_of(request)
-        if (found := self._open.get(key)) is not None:
-            found.heard_s = asyncio.get_running_loop().time()
-            return found
+        if (rollout := self._open.get(key)) is not None:
+            rollout.heard_s = asyncio.get_running_loop().time()
+            return rollout
         if self._is_eval(request):
             raise RequestFault("auth", "the eval key belongs to no rollout: it has no task and earns no reward")
         if key in self._ended:
@@ -376,86 +377,86 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def _eval_session(self) -> AsyncGenerator[OpenSession]:
-        of = self._eval
-        if of is None or not of.is_serving():
+        access = self._eval
+        if access is None or not access.is_serving():
             raise RequestFault("busy", "this engine has no weights of the run yet: ask again in a moment")
-        if self._num_eval >= of.limit():
-            words = f"{self._num_eval} requests with this key are under way, gateway.eval_requests allows no more"
-            raise RequestFault("busy", f"{words}: ask again in a moment")
+        if self._num_eval >= access.limit():
+            reason = f"{self._num_eval} requests with this key are under way, gateway.eval_requests allows no more"
+            raise RequestFault("busy", f"{reason}: ask again in a moment")
         number = next(self._numbers)
-        model = replace(of.model, request_prefix=f"{of.model.request_prefix}eval{number}.")
+        model = replace(access.model, request_prefix=f"{access.model.request_prefix}eval{number}.")
         prompt = Prompt(group_id=0, row=0, pass_index=0, messages=())
-        root = Episode(prompt=prompt, index=0, tokenizer=of.tokenizer, model=model, prompt_ids=np.zeros(0, np.int32))
-        one = OpenSession(AgentSession(root, of.tokenizer), prompt)
+        no_ids, tokenizer = np.zeros(0, np.int32), access.tokenizer
+        root = Episode(prompt=prompt, index=0, tokenizer=tokenizer, model=model, prompt_ids=no_ids)
+        rollout = OpenSession(AgentSession(root, tokenizer), prompt)
         self._num_eval += 1
         try:
-            yield one
+            yield rollout
         finally:
             self._num_eval -= 1
-            await one.session.close()
+            await rollout.session.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        async with self._session(request) as one:
+        async with self._session(request) as rollout:
             body = await body_of(request)
-            session = session_of(body, one.session, one.models)
+            session = session_of(body, rollout.session, rollout.models)
             exchange = read_exchange(request.path, body, session, request.headers.get("Idempotency-Key", ""))
             if session.num_drawing + exchange.num > MAX_UNDER_WAY:
-                raise RequestFault(
-                    "busy", f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
-                )
+                reason = f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
+                raise RequestFault("busy", reason)
             answering = Answering(exchange, session, is_retry=_is_retry(request))
             try:
                 if exchange.is_stream:
                     response = await _streamed(request, answering)
                 else:
-                    response = await sent(request, json_response(await answering.whole()))
-                answering.delivered()
+                    response = await send_whole(request, json_response(await answering.body()))
+                answering.mark_delivered()
             finally:
-                answering.left()
+                answering.mark_left()
             return response
 
     async def _count(self, request: web.Request) -> web.Response:
-        async with self._session(request) as one:
+        async with self._session(request) as rollout:
             body = await body_of(request)
-            return json_response(num_tokens(body, session_of(body, one.session, one.models)))
+            return json_response(num_tokens(body, session_of(body, rollout.session, rollout.models)))
 
     async def _models(self, request: web.Request) -> web.Response:
-        async with self._session(request) as one:
-            return json_response(models("anthropic-version" in request.headers, one.models))
+        async with self._session(request) as rollout:
+            return json_response(models("anthropic-version" in request.headers, rollout.models))
 
     async def _task(self, request: web.Request) -> web.Response:
-        one = self._rollout(request)
+        rollout = self._find_rollout(request)
         return json_response(
             {
-                **task_of(one.prompt),
-                "is_replay": one.is_replay,
-                "reward": one.reward,
-                "counts": dict(one.session.counts),
+                **task_of(rollout.prompt),
+                "is_replay": rollout.is_replay,
+                "reward": rollout.reward,
+                "counts": dict(rollout.session.counts),
             }
         )
 
-    async def _told(self, request: web.Request) -> tuple[OpenSession, bytes]:
+    async def _read_for_rollout(self, request: web.Request) -> tuple[OpenSession, bytes]:
         """The rollout of its key, which may end while the body comes, and the body. Raises RequestFault."""
-        self._rollout(request)
+        self._find_rollout(request)
         body = await body_of(request)
-        return self._rollout(request), body
+        return self._find_rollout(request), body
 
     async def _reward(self, request: web.Request) -> web.Response:
-        one, body = await self._told(request)
-        said = read_body(body, Reward)
-        if said.answer is None:
-            one.reward = checked_reward(said.reward)
+        rollout, body = await self._read_for_rollout(request)
+        earned = read_body(body, Reward)
+        if earned.answer is None:
+            rollout.reward = checked_reward(earned.reward)
         else:
-            one.session.reward_turn(said.answer, said.reward)
+            rollout.session.reward_turn(earned.answer, earned.reward)
         return json_response({"ok": True})
 
     async def _end(self, request: web.Request) -> web.Response:
-        one, body = await self._told(request)
+        rollout, body = await self._read_for_rollout(request)
         end = read_body(body or b"{}", SessionEnd)
         if end.reward is not None:
-            one.reward = checked_reward(end.reward)
-        one.end = end
-        one.ended.set()
+            rollout.reward = checked_reward(end.reward)
+        rollout.end = end
+        rollout.ended.set()
         return json_response({"ok": True})
 
 
@@ -463,7 +464,7 @@ def key_of(request: web.Request) -> str:
     """Of either header: a client may send a key of another service's beside the session's."""
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     keys = (key.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
-    return next((one for one in keys if one.startswith(KEY_PREFIX)), keys[0] or keys[1])
+    return next((value for value in keys if value.startswith(KEY_PREFIX)), keys[0] or keys[1])
 
 
 def _is_retry(request: web.Request) -> bool:
@@ -496,7 +497,7 @@ async def body_of(request: web.Request) -> bytes:
         raise RequestFault("invalid", f"the body did not come within {BODY_S:g} s") from None
 
 
-async def sent(request: web.Request, response: web.Response) -> web.Response:
+async def send_whole(request: web.Request, response: web.Response) -> web.Response:
     """All of it has left. Raises ConnectionError or TimeoutError where its client does not take it."""
     await response.prepare(request)
     async with asyncio.timeout(READ_S):

@@ -60,7 +60,7 @@ class RequestFault(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnRequest:
     """What a client asks for, whatever its dialect."""
 
     messages: tuple[Message, ...] = ()
@@ -134,11 +134,11 @@ class GrowingText:
             self._ids += ids[self._num_again :]
             self._num_again = max(0, self._num_again - len(ids))
         self._num_parts = len(parts)
-        known = len(self._decode(self._ids[self._piece : self._end]))
-        new = self._decode(self._ids[self._piece :])[known:]
-        if not new or new.endswith(HALF):
-            return self._text + new.rstrip(HALF)
-        self._text += new
+        num_decoded = len(self._decode(self._ids[self._piece : self._end]))
+        new_text = self._decode(self._ids[self._piece :])[num_decoded:]
+        if not new_text or new_text.endswith(HALF):
+            return self._text + new_text.rstrip(HALF)
+        self._text += new_text
         self._piece, self._end = self._end, len(self._ids)
         return self._text
 
@@ -159,17 +159,17 @@ class ComingTurn:
         self._news: asyncio.Event | None = None
         """A client waits for more."""
 
-    def delivered(self) -> None:
+    def mark_delivered(self) -> None:
         self.is_delivered = True
         if self.place is not None:
             self.place.is_delivered = True
 
-    def ended(self, how: Answer | BaseException) -> None:
-        self._answer = how
+    def end(self, outcome: Answer | BaseException) -> None:
+        self._answer = outcome
         self._is_over.set()
-        self.stir()
+        self.notify()
 
-    def stir(self) -> None:
+    def notify(self) -> None:
         if self._news is not None:
             self._news.set()
             self._news = None
@@ -184,14 +184,14 @@ class ComingTurn:
             else:
                 self._news = self._news or asyncio.Event()
                 await self._news.wait()
-        yield self._ending()
+        yield self._outcome()
 
     async def answer(self) -> Answer:
         """Raises RequestFault."""
         await self._is_over.wait()
-        return self._ending()
+        return self._outcome()
 
-    def _ending(self) -> Answer:
+    def _outcome(self) -> Answer:
         if isinstance(self._answer, Answer):
             return self._answer
         assert self._answer is not None
@@ -227,7 +227,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _History:
     """What of a request was said here."""
 
     num_messages: int
@@ -246,7 +246,7 @@ class AgentSession:
         self._root = episode
         self._tokenizer = tokenizer
         self._sampling = episode.sampling
-        self._form: ToolForm | None = written_form(tokenizer)
+        self._form: ToolForm | None = tool_form(tokenizer)
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._lines: list[_Line] = []
         self._places: dict[bytes, list[_Place]] = {}
@@ -289,101 +289,103 @@ class AgentSession:
         if num_bytes > most:
             raise RequestFault("too-long", f"the request has {num_bytes} bytes; this context is for {most} at most")
 
-    def num_tokens(self, asked: Asked) -> int:
+    def num_tokens(self, request: TurnRequest) -> int:
         """Of the prompt, if nothing of it was said here. Raises RequestFault."""
         try:
-            return len(self._tokenizer.render(self._written(asked), add_generation_prompt=True, tools=asked.tools))
+            messages = self._templated(request)
+            return len(self._tokenizer.render(messages, add_generation_prompt=True, tools=request.tools))
         except (DataError, TemplateError) as error:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
 
-    def _written(self, asked: Asked) -> tuple[Message, ...]:
+    def _templated(self, request: TurnRequest) -> tuple[Message, ...]:
         """The messages as the template takes them: without thoughts, if it writes none; with calls as it wants them."""
-        messages = asked.messages
-        if not writes_thoughts(self._tokenizer, bool(asked.tools)):
-            messages = tuple(replace(one, extra={}) for one in messages)
-        if not _written_call(self._tokenizer)[1]:
+        messages = request.messages
+        if not writes_thoughts(self._tokenizer, bool(request.tools)):
+            messages = tuple(replace(message, extra={}) for message in messages)
+        if not _render_call(self._tokenizer)[1]:
             return messages
-        return tuple(replace(one, tool_calls=tuple(map(_as_text, one.tool_calls))) for one in messages)
+        return tuple(replace(message, tool_calls=tuple(map(_as_text, message.tool_calls))) for message in messages)
 
     # -- asking
 
-    def ask(self, asked: Asked) -> ComingTurn:
+    def ask(self, request: TurnRequest) -> ComingTurn:
         """Begin the turn that answers this request, or find the one that does. Raises RequestFault."""
         if self._is_closed:
             raise RequestFault("auth", "the session of this key has ended")
         if self.fault is not None:
             raise RequestFault("busy", f"this rollout was interrupted: {self.fault}")
-        if self._form is None and asked.tools and asked.may_call:
-            words = "the model's chat template writes tool calls in a form that is not read here"
-            raise RequestFault(
-                "invalid", f'{words}: say tool_choice = "none", and read them in the text', param="tools"
-            )
-        coming = self._coming.get(asked.fingerprint)
-        if coming is not None and (asked.is_retry or not (coming.is_delivered or coming.is_awaited)):
+        if self._form is None and request.tools and request.may_call:
+            reason = "the model's chat template writes tool calls in a form that is not read here"
+            remedy = 'say tool_choice = "none", and read them in the text'
+            raise RequestFault("invalid", f"{reason}: {remedy}", param="tools")
+        coming = self._coming.get(request.fingerprint)
+        if coming is not None and (request.is_retry or not (coming.is_delivered or coming.is_awaited)):
             self.counts["repeated"] += 1
             coming.is_awaited = True
             return coming
-        params = self._params(asked)
-        line, known = self._line(asked, params)
+        params = self._params(request)
+        line, history = self._find_line(request, params)
         line.is_busy = True
-        kept = sorted(self._coming, key=lambda mark: not self._coming[mark].is_delivered)
-        for mark in kept[: max(0, len(kept) - MAX_KEPT_REQUESTS)]:
-            del self._coming[mark]
-        coming = self._coming[asked.fingerprint] = ComingTurn()
-        task = asyncio.ensure_future(self._drawn(line, known, asked, params, coming))  # noqa: TID251 -- ended by close
+        fingerprints = sorted(self._coming, key=lambda fingerprint: not self._coming[fingerprint].is_delivered)
+        for fingerprint in fingerprints[: max(0, len(fingerprints) - MAX_KEPT_REQUESTS)]:
+            del self._coming[fingerprint]
+        coming = self._coming[request.fingerprint] = ComingTurn()
+        task = asyncio.ensure_future(self._draw_turn(line, history, request, params, coming))  # noqa: TID251 -- ended by close
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
         return coming
 
-    def _params(self, asked: Asked) -> SamplingParams:
-        said = dict(asked.sampling)
-        if "max_new_tokens" in said:
-            said["max_new_tokens"] = min(said["max_new_tokens"], self._sampling.max_new_tokens)
-        params = replace(self._sampling, **said)
+    def _params(self, request: TurnRequest) -> SamplingParams:
+        values = dict(request.sampling)
+        if "max_new_tokens" in values:
+            values["max_new_tokens"] = min(values["max_new_tokens"], self._sampling.max_new_tokens)
+        params = replace(self._sampling, **values)
         fault, remedy = sampling_fault(params)
         if fault:
             raise RequestFault("invalid", f"{fault}: {remedy}")
         return params
 
-    def _line(self, asked: Asked, params: SamplingParams) -> tuple[_Line, _Known | None]:
+    def _find_line(self, request: TurnRequest, params: SamplingParams) -> tuple[_Line, _History | None]:
         """The line that the turn belongs to, with all tokens before it, and the conversation so far."""
         try:
-            if asked.text is not None:
-                return self._begun(replace(self._root.prompt, messages=(), tools=()), asked.text), None
-            known, messages = self._known(asked), self._written(asked)
-            rest = messages[known.num_messages :]
-            if known.places and not rest:
-                words = "the last message is the model's own turn, which has ended: append one"
-                raise RequestFault("invalid", words, param="messages")
-            if not known.places or rest[-1].role == "assistant":  # a turn that its client began
-                return self._begun(replace(self._root.prompt, messages=messages, tools=asked.tools), None), known
-            place = max(known.places, key=lambda one: one.is_delivered)
-            ids = place.line.episode.reply_ids(rest, place.num_turns)
+            if request.text is not None:
+                return self._begin_line(replace(self._root.prompt, messages=(), tools=()), request.text), None
+            history, messages = self._find_history(request), self._templated(request)
+            new_messages = messages[history.num_messages :]
+            if history.places and not new_messages:
+                reason = "the last message is the model's own turn, which has ended: append one"
+                raise RequestFault("invalid", reason, param="messages")
+            if not history.places or new_messages[-1].role == "assistant":  # a turn that its client began
+                prompt = replace(self._root.prompt, messages=messages, tools=request.tools)
+                return self._begin_line(prompt, None), history
+            place = max(history.places, key=lambda place: place.is_delivered)
+            ids = place.line.episode.reply_ids(new_messages, place.num_turns)
             if ids is None:
-                words = "the conversation leaves no room for an answer in the context"
-                raise RequestFault("too-long", words, param="messages")
-            line = self._continued(place, params)
-            line.episode.append_reply(rest, ids)
+                reason = "the conversation leaves no room for an answer in the context"
+                raise RequestFault("too-long", reason, param="messages")
+            line = self._continue_line(place, params)
+            line.episode.append_reply(new_messages, ids)
         except PromptTooLong as error:
             raise RequestFault("too-long", error.message, param="messages") from error
         except (DataError, TemplateError, UserCodeError) as error:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
-        return line, known
+        return line, history
 
-    def _known(self, asked: Asked) -> _Known:
-        digest, thoughts = _digest(b"", asked.tools), list[str]()
-        known = _Known(0, (), digest, ())
-        for number, message in enumerate(asked.messages, 1):
-            digest = _digest(digest, _told(message))
+    def _find_history(self, request: TurnRequest) -> _History:
+        digest, thoughts = _digest(b"", request.tools), list[str]()
+        history = _History(0, (), digest, ())
+        for number, message in enumerate(request.messages, 1):
+            digest = _digest(digest, _canonical(message))
             if message.role == "assistant":
                 thoughts.append(str(message.extra.get("reasoning_content", "")).strip())
-                if fits := [one for one in self._places.get(digest, ()) if _agree(thoughts, one.thoughts)]:
-                    known = _Known(number, fits, digest, fits[-1].thoughts)
-        self.counts["edited"] += len(thoughts) > len(known.thoughts) and bool(self._places)
-        whole = (*known.thoughts, *thoughts[len(known.thoughts) :])
-        return _Known(known.num_messages, known.places, digest, whole)
+                places = self._places.get(digest, ())
+                if matches := [place for place in places if _thoughts_agree(thoughts, place.thoughts)]:
+                    history = _History(number, matches, digest, matches[-1].thoughts)
+        self.counts["edited"] += len(thoughts) > len(history.thoughts) and bool(self._places)
+        all_thoughts = (*history.thoughts, *thoughts[len(history.thoughts) :])
+        return _History(history.num_messages, history.places, digest, all_thoughts)
 
-    def _begun(self, prompt: Prompt, text: str | None) -> _Line:
+    def _begin_line(self, prompt: Prompt, text: str | None) -> _Line:
         root = self._root
         is_own = text is None and (prompt.messages, prompt.tools) == (root.prompt.messages, root.prompt.tools)
         if is_own and not any(line.episode is root for line in self._lines):
@@ -400,7 +402,7 @@ class AgentSession:
         line = place.line
         return line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature
 
-    def _continued(self, place: _Place, params: SamplingParams) -> _Line:
+    def _continue_line(self, place: _Place, params: SamplingParams) -> _Line:
         """The line that continues from there: the same one, or a new one."""
         line = place.line
         if self._is_free(place, params):
@@ -411,70 +413,69 @@ class AgentSession:
         self._lines.append(line)
         return line
 
-    async def _drawn(
-        self, line: _Line, known: _Known | None, asked: Asked, params: SamplingParams, coming: ComingTurn
+    async def _draw_turn(
+        self, line: _Line, history: _History | None, request: TurnRequest, params: SamplingParams, coming: ComingTurn
     ) -> None:
         episode = line.episode
-        form: ToolForm | None = self._form if asked.may_call and asked.tools else None
+        form: ToolForm | None = self._form if request.may_call and request.tools else None
         read_text = partial(
             read_turn, form=form, begins_inside=begins_in_thought(self._tokenizer, episode.token_ids),
-            texts=text_parameters(asked.tools),
+            texts=text_parameters(request.tools),
         )  # fmt: skip
         num_prompt = episode.num_tokens
+        growing = GrowingText(episode, lambda ids: self.decode(self._without_end(ids)))
 
-        growing = GrowingText(episode, lambda ids: self.decode(self._said(ids)))
-
-        def so_far() -> TurnText:
+        def text_so_far() -> TurnText:
             text = without_begun(cut_at(growing.read(), params.stop)[0], params.stop)
             return read_text(text, is_whole=False)
 
-        coming.read, episode.on_tokens = so_far, coming.stir
+        coming.read, episode.on_tokens = text_so_far, coming.notify
         try:
             turn = await episode.generate(params)
-            text, stop = cut_at(self._tokenizer.decode(self._said(turn.token_ids), skip_special=False), params.stop)
-            read = read_text(text)
-            read = dataclasses.replace(read, calls=read.calls[: asked.max_calls])
-            answer = self._answer(turn, episode.last_turn, read, num_prompt=num_prompt, stop=stop)
-            self._keep(line, known, answer, coming)
+            text, stop = cut_at(self.decode(self._without_end(turn.token_ids)), params.stop)
+            turn_text = read_text(text)
+            turn_text = dataclasses.replace(turn_text, calls=turn_text.calls[: request.max_calls])
+            answer = self._make_answer(turn, episode.last_turn, turn_text, num_prompt=num_prompt, stop=stop)
+            self._keep(line, history, answer, coming)
         except asyncio.CancelledError:
-            coming.ended(RequestFault("busy", "the session has ended"))
+            coming.end(RequestFault("busy", "the session has ended"))
             raise
         except (UserCodeError, RequestRefused) as error:
-            coming.ended(RequestFault("invalid", f"{error.message}: {error.remedy}"))
+            coming.end(RequestFault("invalid", f"{error.message}: {error.remedy}"))
         except Exception as error:  # noqa: BLE001 -- raised where the rollout is awaited
             self.fault = error
             self.interrupted.set()
-            coming.ended(RequestFault("engine", f"the engine could not answer: {error}"))
+            coming.end(RequestFault("engine", f"the engine could not answer: {error}"))
         else:
             line.is_busy = False
-            coming.ended(answer)
+            coming.end(answer)
         finally:
             episode.on_tokens = None
 
-    def _answer(self, turn: Turn, drawn: Delta, read: TurnText, *, num_prompt: int, stop: str) -> Answer:
+    def _make_answer(self, turn: Turn, drawn: Delta, text: TurnText, *, num_prompt: int, stop: str) -> Answer:
         return Answer(
             id=self.new_id(),
-            text=read,
+            text=text,
             finish="length" if turn.finish == "length" else "stop",
             num_prompt=num_prompt,
             token_ids=turn.token_ids,
             logprobs=tuple(drawn.logprobs.tolist()),
             versions=(int(drawn.versions.min(initial=2**31 - 1)), int(drawn.versions.max(initial=-1))),
-            call_ids=tuple(call.id or self._new_call_id() for call in read.calls),
+            call_ids=tuple(call.id or self._new_call_id() for call in text.calls),
             stop=stop,
         )
 
-    def _keep(self, line: _Line, known: _Known | None, answer: Answer, coming: ComingTurn) -> None:
+    def _keep(self, line: _Line, history: _History | None, answer: Answer, coming: ComingTurn) -> None:
         self._num_turns += 1
         self.counts["turns"] += 1
         line.num_turns, line.last = line.num_turns + 1, self._num_turns
         line.rewards[answer.id] = 0.0
-        if known is not None:
-            digest = _digest(known.digest, _told(answer.message()))
-            coming.place = _Place(line, line.num_turns, (*known.thoughts, answer.text.reasoning.strip()))
+        if history is not None:
+            digest = _digest(history.digest, _canonical(answer.message()))
+            coming.place = _Place(line, line.num_turns, (*history.thoughts, answer.text.reasoning.strip()))
             self._places.setdefault(digest, []).append(coming.place)
 
-    def _said(self, ids: Sequence[int]) -> Sequence[int]:
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         """Without the token that ends the turn."""
         return ids[:-1] if ids and ids[-1] in self._ends else ids
 
@@ -514,7 +515,7 @@ class AgentSession:
         ]
         if samples:
             total = sum(sum(line.rewards.values()) for line in lines) if has_turns else None
-            samples = [replace(one, reward=None) for one in samples]
+            samples = [replace(sample, reward=None) for sample in samples]
             samples[-1] = replace(samples[-1], reward=total if reward is None else reward)
         return tuple(samples)
 
@@ -542,7 +543,7 @@ TOOL: dict[str, Any] = {
 
 
 @lru_cache(maxsize=8)
-def _written_call(tokenizer: Tokenizer) -> tuple[str, bool]:
+def _render_call(tokenizer: Tokenizer) -> tuple[str, bool]:
     """A conversation with a call, as the template writes it; and whether it takes arguments as a text alone, as that of
     DeepSeek does."""
     for called in (CALLED, _as_text(CALLED)):
@@ -561,9 +562,9 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def written_form(tokenizer: Tokenizer) -> ToolForm | None:
+def tool_form(tokenizer: Tokenizer) -> ToolForm | None:
     """None: the template writes calls in a form that is not read here. Hermes' where it writes none."""
-    written, _ = _written_call(tokenizer)
+    written, _ = _render_call(tokenizer)
     form = form_of(written)
     for end in tokenizer.eos_token_ids:
         written = written.rstrip().removesuffix(tokenizer.decode([end], skip_special=False))
@@ -576,21 +577,24 @@ def written_form(tokenizer: Tokenizer) -> ToolForm | None:
 
 def text_parameters(tools: Sequence[dict[str, Any]]) -> dict[tuple[str, str], bool]:
     """Functions and their parameters that are texts, by their schemas: whether they may be null instead."""
-    found: dict[tuple[str, str], bool] = {}
+    nullable: dict[tuple[str, str], bool] = {}
     for tool in tools:
         function = _table(tool.get("function"))
         for key, schema in _table(_table(function.get("parameters")).get("properties")).items():
             types = _types(_table(schema))
             if types - {"null"} == {"string"}:
-                found[str(function.get("name")), key] = "null" in types
-    return found
+                nullable[str(function.get("name")), key] = "null" in types
+    return nullable
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
     """Of JSON, that a schema names."""
     choices = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
-    named = [*_list(schema.get("type")), *(kind for one in choices for kind in _list(_table(one).get("type", "any")))]
-    return set(map(str, named))
+    types = [
+        *_list(schema.get("type")),
+        *(kind for choice in choices for kind in _list(_table(choice).get("type", "any"))),
+    ]
+    return set(map(str, types))
 
 
 def _list(value: object) -> list[object]:
@@ -616,20 +620,24 @@ def _digest(before: bytes, what: object) -> bytes:
     return blake2b(before + msgspec.json.encode(what, order="sorted"), digest_size=16).digest()
 
 
-def _agree(told: Sequence[str], were: Sequence[str]) -> bool:
+def _thoughts_agree(given: Sequence[str], recorded: Sequence[str]) -> bool:
     """Whether a client tells the thoughts that were; it may leave any out."""
-    return all(not thought or thought == was for thought, was in zip(told, were, strict=True))
+    return all(not thought or thought == record for thought, record in zip(given, recorded, strict=True))
 
 
-def _told(message: Message) -> object:
+def _canonical(message: Message) -> object:
     """What a message says, however a client writes it: thoughts and the ids of calls may be left out."""
     if message.role != "assistant":
         return message.role, message.content, message.name, message.tool_call_id
     calls = [call.get("function", call) for call in message.tool_calls]
-    return message.role, message.content.strip(), [(one.get("name"), _plain(one.get("arguments"))) for one in calls]
+    return (
+        message.role,
+        message.content.strip(),
+        [(function.get("name"), _plain_numbers(function.get("arguments"))) for function in calls],
+    )
 
 
-def _plain(arguments: object) -> object:
+def _plain_numbers(arguments: object) -> object:
     """As any language writes them: JavaScript has no 1.0."""
     return _decoder.decode(msgspec.json.encode(arguments))
 

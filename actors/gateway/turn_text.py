@@ -77,23 +77,18 @@ def _json_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
 def _pairs(name: str, key: str, value_ends: str, ends: str = "", *, padding: str = "") -> _Reader:
     """Reads calls whose arguments are pairs of a key and a value without quotes. `name`, `key`: patterns of what stands
     before the pairs, and before a value; `padding`: around a value. `ends`: behind the last pair."""
-    whole, pair = (
-        re.compile(rf"\s*{name}\s*(.*)", re.DOTALL),
-        re.compile(rf"\s*{key}{padding}(.*?){padding}", re.DOTALL),
-    )
+    call = re.compile(rf"\s*{name}\s*(.*)", re.DOTALL)
+    pair = re.compile(rf"\s*{key}{padding}(.*?){padding}", re.DOTALL)
 
     def read(text: str, texts: TextParameters) -> Sequence[ToolCall]:
-        *written, rest = text.split(value_ends)
-        found = whole.fullmatch(written[0] if written else rest)
-        if found is None:
-            raise ValueError("a call begins with its name")
-        function = found[1].strip()
-        written[:1], rest = ([found[2]], rest) if written else ([], found[2])
-        matches = [pair.fullmatch(one) for one in written]
-        if not function or rest.strip() != ends or None in matches:
+        head = call.fullmatch(text)
+        function = "" if head is None else head[1].strip()
+        *written, behind = ("" if head is None else head[2]).split(value_ends)
+        pairs = [match for match in map(pair.fullmatch, written) if match is not None]
+        if not function or behind.strip() != ends or len(pairs) < len(written):
             raise ValueError("a call is a name and pairs of a key and a value")
-        pairs = [(match[1].strip(), match[2]) for match in matches if match is not None]
-        return (ToolCall(function, {key: _value(text, texts.get((function, key))) for key, text in pairs}),)
+        values = {match[1].strip(): match[2] for match in pairs}
+        return (ToolCall(function, {key: _value(value, texts.get((function, key))) for key, value in values.items()}),)
 
     return read
 
@@ -222,43 +217,43 @@ def read_turn(
 ) -> TurnText:
     """`text`: without the token that ends the turn. `form` None: no tool may be called. `begins_inside`: of a thought.
     `is_whole`: False while more comes; then an end that may begin a mark is held back."""
-    reasoning, said = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
+    reasoning, content = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
-        return TurnText(reasoning, said if is_whole else without_begun(said, (THOUGHT_BEGINS,)))
-    how = _FORMS[form]
-    if form == "llama" and (_LLAMA_CALL.match(said) if is_whole else said.lstrip().startswith("{")):
-        said = f"{_LLAMA_TAG}{said.lstrip()}"
-    marks = (how.begins, *how.wrapping[:1])
-    places = [at for mark in marks if (at := said.find(mark)) >= 0]
+        return TurnText(reasoning, content if is_whole else without_begun(content, (THOUGHT_BEGINS,)))
+    marks = _FORMS[form]
+    if form == "llama" and (_LLAMA_CALL.match(content) if is_whole else content.lstrip().startswith("{")):
+        content = f"{_LLAMA_TAG}{content.lstrip()}"
+    openings = (marks.begins, *marks.wrapping[:1])
+    begin = min((place for mark in openings if (place := content.find(mark)) >= 0), default=-1)
+    if begin < 0:
+        return TurnText(reasoning, content if is_whole else without_begun(content, (*openings, THOUGHT_BEGINS)))
+    words = content[:begin]  # an end mark in them is a word, and was streamed
     if not is_whole:
-        words = said[: min(places)].rstrip() if places else without_begun(said, (*marks, THOUGHT_BEGINS))
-        return TurnText(reasoning, words)
-    if not places:
-        return TurnText(reasoning, said)
-    begin = min(places)  # an end mark in the words before it is a word, and was streamed
-    words = said[:begin]
-    rest, calls = _without_calls(said[begin:], how, texts)
-    if how.begins in rest:  # one that cannot be read, or has no end
-        return TurnText(reasoning, words + (rest.removeprefix(_LLAMA_TAG) if form == "llama" else rest), calls, True)
-    for mark in how.wrapping:
-        rest = rest.replace(mark, "")
-    return TurnText(reasoning, (words + rest).rstrip(), calls)
+        return TurnText(reasoning, words.rstrip())
+    unread, calls = _without_calls(content[begin:], marks, texts)
+    if marks.begins in unread:  # a call that cannot be read, or has no end
+        return TurnText(
+            reasoning, words + (unread.removeprefix(_LLAMA_TAG) if form == "llama" else unread), calls, True
+        )
+    for mark in marks.wrapping:
+        unread = unread.replace(mark, "")
+    return TurnText(reasoning, (words + unread).rstrip(), calls)
 
 
 def _without_calls(text: str, form: _Form, texts: TextParameters) -> tuple[str, tuple[ToolCall, ...]]:
     """What is left of the text without the calls that can be read, and those."""
-    kept, calls, position = list[str](), list[ToolCall](), 0
+    pieces, calls, position = list[str](), list[ToolCall](), 0
     while (begin := text.find(form.begins, position)) >= 0:
         end = text.find(form.ends, begin) if form.ends else len(text)
         if end < 0:
             break
-        kept.append(text[position:begin])
+        pieces.append(text[position:begin])
         position = end + len(form.ends)
         try:
             calls += form.read(text[begin + len(form.begins) : end], texts)
         except (ValueError, msgspec.MsgspecError):
-            kept.append(text[begin:position])
-    return "".join([*kept, text[position:]]), tuple(calls)
+            pieces.append(text[begin:position])
+    return "".join([*pieces, text[position:]]), tuple(calls)
 
 
 def _thought(text: str, *, begins_inside: bool, is_whole: bool) -> tuple[str, str]:

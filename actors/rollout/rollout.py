@@ -275,7 +275,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         """The address of the role, which agents get."""
         ask = self.ctx.ref(GatewayContract, GATEWAY).gateway_place
         place = await self._report.ask(GATEWAY, ask)
-        gateway.found(place.base_url)
+        gateway.set_address(place.base_url)
 
     async def _start_workers(self) -> None:
         if self.gateway is not None:

@@ -77,7 +77,7 @@ async def test_a_reward_for_an_answer_that_nobody_gave() -> None:
     async def act(client: Client) -> None:
         (answer,) = (await client.ask())["myxa"]["answers"]
         unknown = await client.post("/v1/session/reward", {"reward": 1.0, "answer": "nobody's"})
-        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "id")
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "answer")
         await client.post("/v1/session/reward", {"reward": 2.0, "answer": answer})
         await client.post("/v1/session/reward", {"reward": 0.5, "answer": answer})
         await client.post("/v1/session/end", {})

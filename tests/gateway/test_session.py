@@ -21,7 +21,7 @@ from tests.workflows.chat_models import (
     tokenizer_of,
 )  # fmt: skip
 
-from myxa.actors.gateway.session import AgentSession, Answer, Asked, RequestFault, text_parameters
+from myxa.actors.gateway.session import AgentSession, Answer, RequestFault, TurnRequest, text_parameters
 from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.core.errors import MyxaError, RequestRefused, UserCodeError
@@ -37,10 +37,10 @@ def user(text: str) -> Message:
 
 async def told(session: AgentSession, *messages: Message, mark: str = "", **more: Any) -> Answer:
     """The answer, taken as a client does that got it."""
-    asked = Asked(messages=messages, fingerprint=repr((messages, mark, more)).encode(), **more)
+    asked = TurnRequest(messages=messages, fingerprint=repr((messages, mark, more)).encode(), **more)
     coming = session.ask(asked)
     answer = await coming.answer()
-    coming.delivered()
+    coming.mark_delivered()
     return answer
 
 
@@ -121,9 +121,9 @@ async def test_the_same_question_before_its_answer_came(leaves: bool, is_retry: 
     says = Says(QWEN3, lambda prompt: "yes")
     says.may_go.clear()
     session = session_of(says).session
-    first = session.ask(Asked(messages=USER, fingerprint=b"1"))
+    first = session.ask(TurnRequest(messages=USER, fingerprint=b"1"))
     first.is_awaited = not leaves
-    second = session.ask(Asked(messages=USER, fingerprint=b"1", is_retry=is_retry))
+    second = session.ask(TurnRequest(messages=USER, fingerprint=b"1", is_retry=is_retry))
     says.may_go.set()
     assert ((await first.answer()) is (await second.answer())) == (num == 1)
     assert len(session.samples()) == num
@@ -178,7 +178,7 @@ async def test_a_session_that_has_ended_begins_no_turn() -> None:
     session = session_of(says).session
     await session.close()
     with pytest.raises(RequestFault, match="has ended"):
-        session.ask(Asked(messages=USER))
+        session.ask(TurnRequest(messages=USER))
     assert says.prompts == []
 
 
