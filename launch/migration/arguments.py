@@ -83,7 +83,7 @@ SECRET = re.compile(r"(?i)(api|wandb|access|auth|admin)[-_.]?(api[-_.]?)?(key|to
 INTERPOLATION = re.compile(r"\$\{(?:actor_rollout_ref\.)?([\w.]+)\}")
 
 
-class Given(NamedTuple):
+class Argument(NamedTuple):
     """An argument, or a word of a script."""
 
     value: Any
@@ -92,28 +92,28 @@ class Given(NamedTuple):
 
 
 @dataclass(slots=True)
-class GivenArguments:
+class ScriptArguments:
     """What a file gives."""
 
     file: Path
-    given: dict[str, Given] = field(default_factory=dict[str, Given])
+    by_name: dict[str, Argument] = field(default_factory=dict[str, Argument])
     """By name; of several with one name the last, as the programs themselves take it."""
     remarks: list[str] = field(default_factory=list[str])
     program: str = ""
     """The training program, as the script calls it; empty for a list or a config."""
-    num_said: int = 0
+    num_entries: int = 0
     """Arguments, each time that they are given, and remarks."""
 
     def put(self, name: str, value: Any, line: int) -> None:
         name = name.removeprefix(PREFIX)
-        if name in self.given:
+        if name in self.by_name:
             self.remark(line, f"{name} is given again: this one counts, as there")
         self._count(line)
-        self.given[name] = Given(value, line)
+        self.by_name[name] = Argument(value, line)
 
     def _count(self, line: int) -> None:
-        self.num_said += 1
-        if self.num_said > 2 * MAX_ARGUMENTS or len(self.given) >= MAX_ARGUMENTS:
+        self.num_entries += 1
+        if self.num_entries > 2 * MAX_ARGUMENTS or len(self.by_name) >= MAX_ARGUMENTS:
             raise self.error(line, f"more than {MAX_ARGUMENTS} arguments, or remarks about them")
 
     def remark(self, line: int, sentence: str) -> None:
@@ -142,8 +142,8 @@ def has_gap(value: object) -> bool:
 
 def hidden(text: str) -> str:
     """Without what stands behind the name of a secret."""
-    found = SECRET.search(text)
-    return f"{text[: found.end()]} ..." if found else text
+    match = SECRET.search(text)
+    return f"{text[: match.end()]} ..." if match else text
 
 
 # -- shell scripts -----------------------------------------------------------------------------------------------------
@@ -152,30 +152,32 @@ def hidden(text: str) -> str:
 class Script:
     """A shell script, statement by statement, with what its assignments say put in."""
 
-    def __init__(self, found: GivenArguments) -> None:
-        self.found, self.text = found, found.text() + "\n"
+    def __init__(self, arguments: ScriptArguments) -> None:
+        self.arguments, self.text = arguments, arguments.text() + "\n"
         self.line, self.depth, self.grown = 1, 0, 0
         self.variables: dict[str, str] = {"HOME": "~"}
-        self.arrays: dict[str, list[Given]] = {}
+        self.arrays: dict[str, list[Argument]] = {}
 
-    def commands(self) -> Iterator[list[Given]]:
+    def commands(self) -> Iterator[list[Argument]]:
         """Words of each statement but its assignments, which are carried out. What is not done is remarked."""
-        words: list[Given] = []
+        words: list[Argument] = []
         is_joined = False  # after && or ||: done or not
         for token in self._tokens(self.text):
             word = token["word"] or ""
             is_joined = token["end"] in ("&", "|") if token["end"] else is_joined
-            named = ASSIGNMENT.match(word) if not words else None
+            assignment = ASSIGNMENT.match(word) if not words else None
             if not words and word in DEPTHS:
                 self.depth = max(0, self.depth + DEPTHS[word])
                 if word in OPENS:
-                    self.found.remark(self.line, f"`{word}` is not run; what it sets is not known here")
+                    self.arguments.remark(self.line, f"`{word}` is not run; what it sets is not known here")
             elif token["array"]:
                 self._set_array(token["array"], token["body"], is_taken=not self.depth and not is_joined)
-            elif named is not None:
-                before = self.variables.get(named[1], "") if named[2] else ""
-                value = before + PIECES.sub(self._piece, word[named.end() :]).replace(SPLIT, " ")
-                self.variables[named[1]] = f"${{{named[1]}}}" if self.depth or is_joined else self._counted(value)
+            elif assignment is not None:
+                before = self.variables.get(assignment[1], "") if assignment[2] else ""
+                value = before + PIECES.sub(self._piece, word[assignment.end() :]).replace(SPLIT, " ")
+                self.variables[assignment[1]] = (
+                    f"${{{assignment[1]}}}" if self.depth or is_joined else self._counted(value)
+                )
             elif word:
                 words += self._words(word)
             elif token["end"] and words:
@@ -183,18 +185,18 @@ class Script:
                 words = []
 
     def _tokens(self, text: str) -> Iterator[re.Match[str]]:
-        at = 0
-        while at < len(text):
-            token, line = TOKEN.match(text, at), self.line
+        position = 0
+        while position < len(text):
+            token, line = TOKEN.match(text, position), self.line
             if token is None:
-                raise self.found.error(line, "what begins here has no end, or is nested too deep")
+                raise self.arguments.error(line, "what begins here has no end, or is nested too deep")
             yield token
-            at, self.line = token.end(), line + token[0].count("\n")
+            position, self.line = token.end(), line + token[0].count("\n")
 
     def _set_array(self, name: str, body: str, *, is_taken: bool) -> None:
         if not is_taken:
-            said = " ".join(body.split())
-            self.found.remark(self.line, f"{name}=({said}) depends on what is not run: not taken")
+            text = " ".join(body.split())
+            self.arguments.remark(self.line, f"{name}=({text}) depends on what is not run: not taken")
             return
         words = [word for token in self._tokens(body) if token["word"] for word in self._words(token["word"])]
         if name[-1] == "+":
@@ -202,56 +204,56 @@ class Script:
         else:
             self.arrays[name] = words
 
-    def _words(self, text: str) -> list[Given]:
+    def _words(self, text: str) -> list[Argument]:
         """Of one as it is written: none or several where a value without quotes, or an array, has so many."""
         if array := ALL_OF_ARRAY.fullmatch(text):
             words = self.arrays.get(array[1])
             if words is None:
-                self.found.remark(self.line, f"the array {array[1]} is made in another file or a block: not read")
+                self.arguments.remark(self.line, f"the array {array[1]} is made in another file or a block: not read")
             self._counted("".join(word.value for word in words or []))
             return words or []
         if ALL_OF_CALLER.fullmatch(text):
-            self.found.remark(self.line, f"{text} adds what the script's caller says: not known here")
+            self.arguments.remark(self.line, f"{text} adds what the script's caller says: not known here")
             return []
-        made = PIECES.sub(self._piece, text)
-        return [Given(piece, self.line) for piece in made.split(SPLIT) if made or text[0] != "$"]
+        expanded = PIECES.sub(self._piece, text)
+        return [Argument(piece, self.line) for piece in expanded.split(SPLIT) if expanded or text[0] != "$"]
 
-    def _piece(self, found: re.Match[str]) -> str:
-        text = found[0]
+    def _piece(self, match: re.Match[str]) -> str:
+        text = match[0]
         if text[0] == '"':
             return IN_QUOTES.sub(self._value, text[1:-1])
         if text[0] in "'\\":
             return text.strip("'") if text[0] == "'" else text[1]
-        return SPLIT.join(self._value(found).split())
+        return SPLIT.join(self._value(match).split())
 
-    def _value(self, found: re.Match[str]) -> str:
+    def _value(self, match: re.Match[str]) -> str:
         """Of `$...`; what the file does not say stays as it is written."""
-        text = found[0]
+        text = match[0]
         if text[0] == "\\":
             return "" if text[1] == "\n" else text[1] if text[1] in '"\\$`' else text
         if text[0] == "`" or text.startswith("$("):
             return self._sum(text[3:-2]) if text.startswith("$((") else COMMAND
         name = text[2:-1] if text.startswith("${") else text[1:]
         if name[:1] in ("@", "*"):
-            self.found.remark(self.line, f"{text} adds what the script's caller says: not known here")
+            self.arguments.remark(self.line, f"{text} adds what the script's caller says: not known here")
             return ""
-        named = PARAMETER.fullmatch(name)
-        value = self.variables.get(named[1]) if named else None
-        if named and named[3] is not None and not (value or (value == "" and not named[2])):
-            value = PIECES.sub(self._piece, named[3]).replace(SPLIT, " ")
-            if named[0].startswith((f"{named[1]}:=", f"{named[1]}=")) and not self.depth:
-                self.variables[named[1]] = value
+        parameter = PARAMETER.fullmatch(name)
+        value = self.variables.get(parameter[1]) if parameter else None
+        if parameter and parameter[3] is not None and not (value or (value == "" and not parameter[2])):
+            value = PIECES.sub(self._piece, parameter[3]).replace(SPLIT, " ")
+            if parameter[0].startswith((f"{parameter[1]}:=", f"{parameter[1]}=")) and not self.depth:
+                self.variables[parameter[1]] = value
         return self._counted(value) if value is not None else f"${{{name}}}" if name else "$"
 
     def _counted(self, value: str) -> str:
         self.grown += len(value)
         if self.grown > MAX_GROWN:
-            raise self.found.error(self.line, "its variables grow without end")
+            raise self.arguments.error(self.line, "its variables grow without end")
         return value
 
     def _sum(self, text: str) -> str:
         """Of whole numbers, and of variables that hold some."""
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda one: self._counted(self.variables.get(one[1], "?")), text)
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda match: self._counted(self.variables.get(match[1], "?")), text)
         try:
             tree = ast.parse(text if re.fullmatch(r"[\d\s()+*/-]{1,200}", text) else "", mode="eval")
             return str(_whole(tree.body))
@@ -265,72 +267,74 @@ def _whole(node: Any) -> int:
     return node.value
 
 
-def _words_for(program: re.Pattern[str], is_argument: re.Pattern[str], found: GivenArguments) -> list[Given]:
+def _words_for(program: re.Pattern[str], is_argument: re.Pattern[str], arguments: ScriptArguments) -> list[Argument]:
     """What the training program is called with; of a plain list the words of statements that begin with an argument."""
-    script, called, plain = Script(found), list[Given](), list[Given]()
+    script, call, plain = Script(arguments), list[Argument](), list[Argument]()
     for words in script.commands():
-        place = next((number for number, word in enumerate(words) if program.search(word.value)), None)
+        index = next((number for number, word in enumerate(words) if program.search(word.value)), None)
         if words[0].value in OTHER_CODE or [word.value for word in words[1:2]] == ["in"]:
             script.variables |= {word.value: f"${{{word.value}}}" for word in words}
-            found.remark(words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known")
+            arguments.remark(
+                words[0].line, f"{' '.join(word.value for word in words):.80}: what that sets is not known"
+            )
         elif change := CHANGE.match(" ".join(word.value for word in words)):
             script.variables[change[1]] = f"${{{change[1]}}}"
-            found.remark(words[0].line, f"{change.string:.80}: what that sets is not known")
-        elif place is None:
+            arguments.remark(words[0].line, f"{change.string:.80}: what that sets is not known")
+        elif index is None:
             plain += words if is_argument.match(words[0].value) else ()
-        elif found.program:
-            found.remark(words[0].line, f"a second call of {words[place].value}: not read")
+        elif arguments.program:
+            arguments.remark(words[0].line, f"a second call of {words[index].value}: not read")
         else:
-            found.program, called = words[place].value, words[place + 1 :]
+            arguments.program, call = words[index].value, words[index + 1 :]
             if script.depth:
-                found.remark(words[0].line, "the program is called within a block; taken as called once")
-    return called if found.program else [*(word for words in script.arrays.values() for word in words), *plain]
+                arguments.remark(words[0].line, "the program is called within a block; taken as called once")
+    return call if arguments.program else [*(word for words in script.arrays.values() for word in words), *plain]
 
 
 # -- flags and overrides -----------------------------------------------------------------------------------------------
 
 
-def read_flags(file: Path, program: re.Pattern[str]) -> GivenArguments:
+def read_flags(file: Path, program: re.Pattern[str]) -> ScriptArguments:
     """`--name value ...` of a script or list. Raises ConfigError."""
-    found, name = GivenArguments(file), ""
-    for word, line in _words_for(program, FLAG, found):
+    arguments, name = ScriptArguments(file), ""
+    for word, line in _words_for(program, FLAG, arguments):
         if FLAG.match(word):
             name, sign, value = word[2:].partition("=")
-            found.put(name, [value] if sign else [], line)
+            arguments.put(name, [value] if sign else [], line)
         elif name:
-            found.given[name].value.append(word)
+            arguments.by_name[name].value.append(word)
         else:
-            found.remark(line, f"{word} stands before any argument: not read")
-    for name, (values, line) in found.given.items():
-        found.given[name] = Given(values if len(values) > 1 else values[0] if values else True, line)
-    return found
+            arguments.remark(line, f"{word} stands before any argument: not read")
+    for name, (values, line) in arguments.by_name.items():
+        arguments.by_name[name] = Argument(values if len(values) > 1 else values[0] if values else True, line)
+    return arguments
 
 
-def read_hydra(file: Path, program: re.Pattern[str]) -> GivenArguments:
+def read_hydra(file: Path, program: re.Pattern[str]) -> ScriptArguments:
     """`key=value` of a script or list, or a YAML file's leaves by dotted key. Raises ConfigError."""
-    found = GivenArguments(file)
+    arguments = ScriptArguments(file)
     if file.suffix in (".yaml", ".yml"):
-        _put_yaml("", found.text(), 0, found)
-        found.given.pop("", None)  # a file without keys
-        if found.given.pop("defaults", None):
-            found.remark(1, "defaults: the configs that Hydra would put together are not read")
+        _put_yaml("", arguments.text(), 0, arguments)
+        arguments.by_name.pop("", None)  # a file without keys
+        if arguments.by_name.pop("defaults", None):
+            arguments.remark(1, "defaults: the configs that Hydra would put together are not read")
     else:
-        for word, line in _words_for(program, re.compile(r"[+~]{0,2}\w[\w@/-]*(\.[\w@/-]+)+="), found):
-            parts = OVERRIDE.fullmatch(word)
-            if parts is None or word.startswith("-"):
-                found.remark(line, f"{word} sets no key, or names a config: not read")
-            elif has_gap(parts[2]):
-                found.put(parts[1], parts[2], line)
+        for word, line in _words_for(program, re.compile(r"[+~]{0,2}\w[\w@/-]*(\.[\w@/-]+)+="), arguments):
+            override = OVERRIDE.fullmatch(word)
+            if override is None or word.startswith("-"):
+                arguments.remark(line, f"{word} sets no key, or names a config: not read")
+            elif has_gap(override[2]):
+                arguments.put(override[1], override[2], line)
             else:
-                _put_yaml(parts[1], parts[2], line, found)
-    for name, (value, line) in found.given.items():
-        other = INTERPOLATION.fullmatch(str(value))
-        if other and other[1] in found.given:
-            found.given[name] = Given(found.given[other[1]].value, line)
-    return found
+                _put_yaml(override[1], override[2], line, arguments)
+    for name, (value, line) in arguments.by_name.items():
+        reference = INTERPOLATION.fullmatch(str(value))
+        if reference and reference[1] in arguments.by_name:
+            arguments.by_name[name] = Argument(arguments.by_name[reference[1]].value, line)
+    return arguments
 
 
-def _put_yaml(name: str, text: str, line: int, found: GivenArguments) -> None:
+def _put_yaml(name: str, text: str, line: int, arguments: ScriptArguments) -> None:
     """Its leaves by dotted key."""
     loader: Any = yaml.SafeLoader
 
@@ -340,14 +344,14 @@ def _put_yaml(name: str, text: str, line: int, found: GivenArguments) -> None:
                 put(f"{name}.{key.value}".lstrip("."), inner)
         else:
             value = json.loads(json.dumps(loader("").construct_object(node, deep=True), default=str))
-            found.put(name, value, line or node.start_mark.line + 1)
+            arguments.put(name, value, line or node.start_mark.line + 1)
 
     if re.search(r"[\s,\[:]&\w", text) and re.search(r"[\s,\[:]\*\w", text):
-        raise found.error(line, "anchors and aliases (&name, *name) are not read: write each value out")
+        raise arguments.error(line, "anchors and aliases (&name, *name) are not read: write each value out")
     try:
         if node := loader(text or "null").get_single_node():
             put(name, node)
         else:  # a comment alone
-            found.put(name, text, line)
+            arguments.put(name, text, line)
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise found.error(line, f"{name} is no YAML: {' '.join(str(error).split())}") from None
+        raise arguments.error(line, f"{name} is no YAML: {' '.join(str(error).split())}") from None

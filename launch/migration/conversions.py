@@ -20,25 +20,25 @@ class Hand(Exception):
 def scalar(value: Any) -> Any:
     """A number, truth value, list or table where a text is one."""
     if isinstance(value, list):
-        return [scalar(one) for one in cast("list[Any]", value)]
+        return [scalar(item) for item in cast("list[Any]", value)]
     for read in (json.loads, float) if isinstance(value, str) else ():
         try:
-            made = read(value.lower() if value in ("True", "False") else value)
+            converted = read(value.lower() if value in ("True", "False") else value)
         except (ValueError, RecursionError):
             continue
-        return value if isinstance(made, float) and not math.isfinite(made) else made
+        return value if isinstance(converted, float) and not math.isfinite(converted) else converted
     return value
 
 
 def as_list(value: Any) -> list[Any]:
-    made = scalar(value)
-    return cast("list[Any]", made) if isinstance(made, list) else [made]
+    converted = scalar(value)
+    return cast("list[Any]", converted) if isinstance(converted, list) else [converted]
 
 
 def flag(value: Any) -> bool:
-    if not isinstance(made := scalar(value), bool):
+    if not isinstance(converted := scalar(value), bool):
         raise Hand("is neither true nor false")
-    return made
+    return converted
 
 
 def function(value: Any) -> str:
@@ -75,17 +75,17 @@ def columns(loss: Any, column: Any, template: Any) -> Keys:
     """Supervised training learns from conversations."""
     if loss not in ("sft_loss", "policy_loss"):
         raise Hand("is a loss of your own: set algo.loss_fn")
-    chat = {"algo.kind": "sft", "data.preset": "chat", "data.messages_key": str(column)}
-    return chat if loss == "sft_loss" else {"data.prompt_key": str(column), "data.apply_chat_template": template}
+    keys = {"algo.kind": "sft", "data.preset": "chat", "data.messages_key": str(column)}
+    return keys if loss == "sft_loss" else {"data.prompt_key": str(column), "data.apply_chat_template": template}
 
 
 def minibatches(groups: Any, samples: Any, size: Any) -> Keys:
     if groups is None or size is None:
         return {}
-    num, rest = divmod(groups * samples, size)
-    if rest or not num or groups % num:
+    count, remainder = divmod(groups * samples, size)
+    if remainder or not count or groups % count:
         raise Hand(f"is no whole part of {groups} groups of {samples}: set algo.minibatches, which divides batch_size")
-    return {"algo.minibatches": num}
+    return {"algo.minibatches": count}
 
 
 def concurrency(samples: Any, size: Any) -> Keys:
@@ -96,14 +96,15 @@ def kl_reward(coef: Any) -> Keys:
     return {"algo.kl_coef": coef, "algo.kl_in": "reward"} if coef else {}
 
 
-def eval_sets(data: Any, *rest: Any) -> Keys:
+def eval_sets(data: Any, *values: Any) -> Keys:
     names = ("num_samples", "max_new_tokens", "temperature", "top_p", "top_k", "prompt_key", "label_key")
-    pairs = [*zip(names[2:5], rest[7:], strict=True), *zip(names, rest[:7], strict=True)]  # else as in generation
+    as_in_generation = zip(names[2:5], values[7:], strict=True)
+    pairs = [*as_in_generation, *zip(names, values[:7], strict=True)]
     keys = {key: value for key, value in pairs if value is not None and not has_gap(value)}
-    words = [str(one) for one in as_list(data)]
-    if len(words) % 2 or any("." in name for name in words[::2]):
+    parts = [str(part) for part in as_list(data)]
+    if len(parts) % 2 or any("." in name for name in parts[::2]):
         raise Hand("is no list of names and files: write [eval.sets.NAME]")
-    return {f"eval.sets.{name}": {"path": path, **keys} for name, path in zip(words[::2], words[1::2], strict=True)}
+    return {f"eval.sets.{name}": {"path": path, **keys} for name, path in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def warmup(updates: Any, share: Any, end: Any, steps: Any, *a_step: Any) -> Keys:
@@ -112,10 +113,10 @@ def warmup(updates: Any, share: Any, end: Any, steps: Any, *a_step: Any) -> Keys
         return {"optimizer.warmup_steps": updates}
     groups, samples, size, num = a_step
     num = num or (groups * samples / size if groups and size else 1)
-    whole = end or (steps * num if steps else None)
-    if share and whole is None:
+    num_updates = end or (steps * num if steps else None)
+    if share and num_updates is None:
         raise Hand("is a share of a number of steps that the file does not say: set optimizer.warmup_steps")
-    return {"optimizer.warmup_steps": round(share * whole)} if share else {}
+    return {"optimizer.warmup_steps": round(share * num_updates)} if share else {}
 
 
 def warmup_of_steps(steps: Any, share: Any, total: Any, groups: Any, size: Any, passes: Any) -> Keys:
@@ -138,25 +139,25 @@ def tokens(per_gpu: Any, *sharing: Any) -> Keys:
 
 def placement(nodes: Any, gpus: Any, size: Any, rollout: Any, shares: Any, fraction: Any) -> Keys:
     """Ranks on all GPUs of the first nodes; engines on the same ones by turns, or on further GPUs."""
-    wanted = rollout or gpus * nodes
-    if not (1 <= nodes <= 4096 and 1 <= gpus <= 64 and size >= 1 and 1 <= wanted <= 32768):
+    num_rollout = rollout or gpus * nodes
+    if not (1 <= nodes <= 4096 and 1 <= gpus <= 64 and size >= 1 and 1 <= num_rollout <= 32768):
         raise Hand("is no number of nodes and GPUs: set [roles.trainer] and [roles.rollout]")
-    first, used, places = 0, min(8, wanted), [*range(nodes, nodes + math.ceil(wanted / min(8, wanted)))]
-    made: Keys = {}
+    first, used, places = 0, min(8, num_rollout), [*range(nodes, nodes + math.ceil(num_rollout / min(8, num_rollout)))]
+    keys: Keys = {}
     if flag(shares):
         first, used, places = 0, gpus, [*range(nodes)]
-        made = {"memory.share": "switch", "memory.workspace_mb": 12288, "sglang.mem_fraction_static": fraction}
-        made |= {"weights.channel": "disk", "roles.memory.nodes": places} if nodes > 1 else {}
-    elif nodes == 1 and gpus + wanted <= 8:
-        first, used, places = gpus, wanted, [0]
+        keys = {"memory.share": "switch", "memory.workspace_mb": 12288, "sglang.mem_fraction_static": fraction}
+        keys |= {"weights.channel": "disk", "roles.memory.nodes": places} if nodes > 1 else {}
+    elif nodes == 1 and gpus + num_rollout <= 8:
+        first, used, places = gpus, num_rollout, [0]
     if used % size:
-        made[""] = (
+        keys[""] = (
             f"engines of {size} GPUs do not fit {used} on a node: attach to such (engine.attach); here smaller ones"
         )
         size = used
-    made |= {"roles.trainer.nodes": [*range(nodes)], "roles.trainer.count": gpus, "roles.rollout.nodes": places}
-    made |= {"roles.rollout.count": used // size, "roles.trainer.devices": _span(0, gpus)}
-    return made | {"roles.rollout.devices": _span(first, used)}
+    keys |= {"roles.trainer.nodes": [*range(nodes)], "roles.trainer.count": gpus, "roles.rollout.nodes": places}
+    keys |= {"roles.rollout.count": used // size, "roles.trainer.devices": _span(0, gpus)}
+    return keys | {"roles.rollout.devices": _span(first, used)}
 
 
 def _span(first: int, num: int) -> str:
@@ -173,17 +174,17 @@ OF_TEXTS = ("staleness", "columns", "eval_sets", "reward_file")
 def convert(key: str, how: str, values: list[Any]) -> Keys:
     """By the name in the table: for `*` a function of this file. Raises Hand, and what arithmetic raises."""
     if key == "*":
-        made = [scalar(value) for value in values]
-        if how not in OF_TEXTS and any(isinstance(one, (str, list, dict)) for one in made):
+        converted = [scalar(value) for value in values]
+        if how not in OF_TEXTS and any(isinstance(value, (str, list, dict)) for value in converted):
             raise Hand("is no number")  # a text times a number would be a long one
-        return globals()[how](*made)
+        return globals()[how](*converted)
     if values[0] is None:
         return {}
     if how.startswith("map "):
         choices = dict(word.split("=") for word in how.split()[1:])
         if (name := str(scalar(values[0]))) not in choices:
             raise Hand(f"is none of {', '.join(choices)}")
-        made = scalar(choices[name] or "null")
+        converted = scalar(choices[name] or "null")
     else:
-        made = SIMPLE[how](values[0])
-    return {} if made is None else {key: made}
+        converted = SIMPLE[how](values[0])
+    return {} if converted is None else {key: converted}

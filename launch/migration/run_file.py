@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...core.config.loading import Finding, inspect_config, toml_value
-from .arguments import SECRET, GivenArguments, has_gap, hidden, read_flags, read_hydra
+from .arguments import SECRET, ScriptArguments, has_gap, hidden, read_flags, read_hydra
 from .conversions import Hand, convert, scalar
 
 Peer = Literal["slime", "verl"]
@@ -63,86 +63,88 @@ class Migration:
     """What was made of a file."""
 
     peer: Peer
-    found: GivenArguments
+    arguments: ScriptArguments
     values: dict[str, tuple[Any, str, tuple[str, ...]]] = field(default_factory=dict[str, Any])
     """Key -> value, comment, the arguments that it came from."""
     lists: dict[str, list[str]] = field(default_factory=lambda: {name: list[str]() for name in LISTS})
     seen: set[str] = field(default_factory=set[str])
     listed: set[str] = field(default_factory=set[str])
 
-    def shown(self, name: str) -> str:
-        value, line = self.found.given[name]
-        words = "" if value is True and self.peer == "slime" else toml_value(value).replace('"', "")
-        words = "..." if SECRET.search(name) else hidden(words)
-        return f"{'--' if self.peer == 'slime' else ''}{name} {words:.100}".strip() + f" (line {line})"
+    def describe(self, name: str) -> str:
+        value, line = self.arguments.by_name[name]
+        value_text = "" if value is True and self.peer == "slime" else toml_value(value).replace('"', "")
+        value_text = "..." if SECRET.search(name) else hidden(value_text)
+        return f"{'--' if self.peer == 'slime' else ''}{name} {value_text:.100}".strip() + f" (line {line})"
 
-    def says(self, kind: str, names: Sequence[str], sentence: str) -> None:
+    def report(self, kind: str, names: Sequence[str], sentence: str) -> None:
         self.seen.update(names)
         self.listed.update(names)
-        self.lists[kind].append(f"{'; '.join(map(self.shown, names))}{': ' if names else ''}{sentence}")
+        self.lists[kind].append(f"{'; '.join(map(self.describe, names))}{': ' if names else ''}{sentence}")
 
     def apply(self, row: PeerRow) -> None:
         """Convert or list the arguments that the row names."""
-        given = self.found.given
-        names = tuple(dict.fromkeys(name for name in row.names if name in given))
-        fits = (name for name in given if any(fnmatchcase(name, one) for one in row.names))
-        fresh = [name for name in fits if name not in self.seen]
-        if row.only_if and (row.only_if not in given or scalar(given[row.only_if].value) is not True):
+        arguments = self.arguments.by_name
+        names = tuple(dict.fromkeys(name for name in row.names if name in arguments))
+        matching = (name for name in arguments if any(fnmatchcase(name, pattern) for pattern in row.names))
+        new_names = [name for name in matching if name not in self.seen]
+        if row.only_if and (row.only_if not in arguments or scalar(arguments[row.only_if].value) is not True):
             self.seen.update((row.only_if, *row.names))
             return
-        self.seen.update({row.only_if} & set(given))
+        self.seen.update({row.only_if} & set(arguments))
         if not row.key:
-            for name in fresh:
-                self.says("gone" if given[name].value is None else row.how, [name], row.remark)
+            for name in new_names:
+                self.report("gone" if arguments[name].value is None else row.how, [name], row.remark)
             if row.names == ("@",):
-                self.says(row.how, (), row.remark)
+                self.report(row.how, (), row.remark)
         elif "*" in row.key[1:]:
-            for name in fresh:
-                rest = name.removeprefix(row.names[0].rstrip("*")).replace("-", "_")
-                if re.fullmatch(r"\w+", rest):
-                    self._use(row, row.key.replace("*", rest), (name,))
+            for name in new_names:
+                suffix = name.removeprefix(row.names[0].rstrip("*")).replace("-", "_")
+                if re.fullmatch(r"\w+", suffix):
+                    self._convert(row, row.key.replace("*", suffix), (name,))
                 else:
-                    self.says("hand", [name], f"is no name that {row.key} can have")
-        elif row.how.endswith("!") or (fresh if row.key == "*" else names or row.defaults):
-            self._use(row, row.key, names)
+                    self.report("hand", [name], f"is no name that {row.key} can have")
+        elif row.how.endswith("!") or (new_names if row.key == "*" else names or row.defaults):
+            self._convert(row, row.key, names)
 
-    def _use(self, row: PeerRow, key: str, names: tuple[str, ...]) -> None:
-        asked = names if "*" in row.key[1:] else row.names
-        values = [self._value(row, *one) for one in zip_longest(asked, row.defaults, fillvalue="-")]
-        own = "your function; its arguments are others here" if row.how == "function" else ""
+    def _convert(self, row: PeerRow, key: str, names: tuple[str, ...]) -> None:
+        row_names = names if "*" in row.key[1:] else row.names
+        values = [self._value(row, *pair) for pair in zip_longest(row_names, row.defaults, fillvalue="-")]
+        remark = "your function; its arguments are others here" if row.how == "function" else ""
         try:
-            made = convert(key, row.how.rstrip("!"), values)
-            tomllib.loads(f"made = {toml_value(list(made.values()))}")
+            converted = convert(key, row.how.rstrip("!"), values)
+            tomllib.loads(f"made = {toml_value(list(converted.values()))}")
         except (Hand, TypeError, ValueError, ArithmeticError) as cause:
-            made = {"": str(cause) if isinstance(cause, Hand) else f"has a form that is not understood ({key})"}
-        own = made.pop("", own) or ("known where the script runs only" if has_gap(str(made)) else "")
-        if own:
-            self.says("hand", names, f"{own}{f' ({row.remark})' if row.remark else ''}")
+            converted = {"": str(cause) if isinstance(cause, Hand) else f"has a form that is not understood ({key})"}
+        remark = converted.pop("", remark) or ("known where the script runs only" if has_gap(str(converted)) else "")
+        if remark:
+            self.report("hand", names, f"{remark}{f' ({row.remark})' if row.remark else ''}")
         self.seen.update(names)
-        self._write(row, made, (row.only_if, *names) if row.only_if else names)
+        self._write(row, converted, (row.only_if, *names) if row.only_if else names)
 
     def _value(self, row: PeerRow, name: str, default: str) -> Any:
         """Of one argument; its default if the file does not say it, None if there is none."""
-        value = self.found.given[name].value if name in self.found.given else None
+        value = self.arguments.by_name[name].value if name in self.arguments.by_name else None
         if name == "@program":
-            return self.found.program
+            return self.arguments.program
         if SECRET.search(name) and value is not None:
-            self.says("hand", [name], "a secret is never written into a run file")
+            self.report("hand", [name], "a secret is never written into a run file")
         elif has_gap(value) and row.how not in KEEPS_GAPS:
-            self.says("hand", [name], "is known where the script runs only; its default there was taken, if it has one")
+            self.report(
+                "hand", [name], "is known where the script runs only; its default there was taken, if it has one"
+            )
         elif value is not None:
             return value
         return None if default == "-" else default
 
-    def _write(self, row: PeerRow, made: dict[str, Any], names: tuple[str, ...]) -> None:
-        default = self.found.program if row.names == ("@program",) else ""
-        source = "; ".join(map(self.shown, names)) or default or f"{self.peer}'s default"
-        for key, value in made.items():
-            before = self.values.pop(key, ("", "", ()))[2]
+    def _write(self, row: PeerRow, converted: dict[str, Any], names: tuple[str, ...]) -> None:
+        default = self.arguments.program if row.names == ("@program",) else ""
+        source = "; ".join(map(self.describe, names)) or default or f"{self.peer}'s default"
+        for key, value in converted.items():
+            earlier_names = self.values.pop(key, ("", "", ()))[2]
             self.values[key] = value, source + (f": {row.remark}" if row.remark and names else ""), names
-            if not set(before) <= set(names):
-                self.says("gone", before, f"{key} is what {source} says")
-            source = f"as {next(iter(made))}"
+            if not set(earlier_names) <= set(names):
+                self.report("gone", earlier_names, f"{key} is what {source} says")
+            source = f"as {next(iter(converted))}"
 
     def finish(self) -> None:
         """What the table does not have is unknown; what the loader refuses is for the user's hand."""
@@ -150,52 +152,55 @@ class Migration:
             self.values[key] = NEEDED[key], "a name that stands for yours", ()
             self.lists["hand"].append(f"{key}: the file does not name one")
         if self.values.get("algo.kind", ("",))[0] == "sft":
-            self._take_away([one for one in self.values if one.startswith(GENERATES)], "gone", "nothing is generated")
-        while self._mended():
+            self._remove([key for key in self.values if key.startswith(GENERATES)], "gone", "nothing is generated")
+        while self._remove_refused():
             pass
-        kept = self.listed.union(*(names for _, _, names in self.values.values()))
-        for name in [name for name in self.found.given if name not in kept]:
+        listed_names = self.listed.union(*(names for _, _, names in self.values.values()))
+        for name in [name for name in self.arguments.by_name if name not in listed_names]:
             kind = "gone" if name in self.seen else "unknown"
-            self.says(kind, [name], "changes nothing as it is set" if name in self.seen else "is not in the table")
+            self.report(kind, [name], "changes nothing as it is set" if name in self.seen else "is not in the table")
 
     def _problems(self, without: Collection[str] = ()) -> tuple[Finding, ...]:
         """What the loader refuses of the file, if it does not have these keys."""
-        held = self.values
-        self.values = {key: one for key, one in held.items() if key not in without}
+        values = self.values
+        self.values = {key: entry for key, entry in values.items() if key not in without}
         self.values |= {key: (NEEDED[key], "", ()) for key in NEEDED if key in without}
         try:
             return inspect_config(["run.toml"], text=self.text()).problems
         finally:
-            self.values = held
+            self.values = values
 
-    def _mended(self) -> bool:
+    def _remove_refused(self) -> bool:
         """Take away what makes the loader refuse a key: the fewest values without which it does not."""
         problems = self._problems()
         if not problems:
             return False
-        key, left = problems[0].key, [one for one, (value, _, _) in self.values.items() if NEEDED.get(one) != value]
-        section = key.partition(".")[0]
-        tables = [section, *dict.fromkeys(one.partition(".")[0] for one in left)]
-        ways = [[one for one in left if f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.")]]
-        ways += [[one for one in left if one.partition(".")[0] == table] for table in tables]
+        refused_key = problems[0].key
+        keys = [key for key, (value, _, _) in self.values.items() if NEEDED.get(key) != value]
+        tables = dict.fromkeys(key.partition(".")[0] for key in (refused_key, *keys))
+        candidates = [
+            [key for key in keys if f"{refused_key}.".startswith(f"{key}.") or key.startswith(f"{refused_key}.")]
+        ]
+        candidates += [[key for key in keys if key.partition(".")[0] == table] for table in tables]
 
         def is_gone(without: Collection[str], others_come: bool) -> bool:
-            keys = {one.key for one in self._problems(without)}
-            return key not in keys and (others_come or keys <= {one.key for one in problems})
+            remaining = {problem.key for problem in self._problems(without)}
+            return refused_key not in remaining and (others_come or remaining <= {problem.key for problem in problems})
 
-        tries = ((set(way), others_come) for others_come in (False, True) for way in ways if way)
-        found, others_come = next((one for one in tries if is_gone(*one)), (set(left), True))
-        for one in [one for one in left if one in found and len(found) > 1]:
-            found -= {one} if is_gone(found - {one}, others_come) else set()
-        self._take_away([one for one in left if one in found], "hand", " ".join(str(problems[0].error).split()))
-        return bool(found)
+        attempts = ((set(group), others_come) for others_come in (False, True) for group in candidates if group)
+        removed_keys, others_come = next((attempt for attempt in attempts if is_gone(*attempt)), (set(keys), True))
+        for key in [key for key in keys if key in removed_keys and len(removed_keys) > 1]:
+            removed_keys -= {key} if is_gone(removed_keys - {key}, others_come) else set()
+        cause = " ".join(str(problems[0].error).split())
+        self._remove([key for key in keys if key in removed_keys], "hand", cause)
+        return bool(removed_keys)
 
-    def _take_away(self, keys: Sequence[str], kind: str, why: str) -> None:
+    def _remove(self, keys: Sequence[str], kind: str, why: str) -> None:
         for key in keys:
             value, _, names = self.values.pop(key)
-            shown = "; ".join(map(self.shown, names)) or f"{self.peer}'s default {toml_value(value)}"
+            source = "; ".join(map(self.describe, names)) or f"{self.peer}'s default {toml_value(value)}"
             if names or kind == "hand":
-                self.lists[kind].append(f"{shown}: {key} was left out: {why:.300}")
+                self.lists[kind].append(f"{source}: {key} was left out: {why:.300}")
             self.listed.update(names)
             if key in NEEDED:
                 self.values[key] = NEEDED[key], "a name that stands for yours", ()
@@ -204,30 +209,32 @@ class Migration:
         """The run file."""
         tables: dict[str, list[str]] = {}
         for key, (value, comment, _) in self.values.items():
-            *above, name = (one if re.fullmatch(r"[A-Za-z0-9_-]+", one) else toml_value(one) for one in key.split("."))
+            *above, name = (
+                part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else toml_value(part) for part in key.split(".")
+            )
             tables.setdefault(".".join(above), []).append(f"{name} = {toml_value(value)}  # {_plain(comment)}")
         lines = [f"# Made by `myxa migrate {self.peer}`. Beside each value: the argument that it came from."]
-        for table, pairs in tables.items():
-            lines += ["", f"[{table}]", *pairs]
+        for table, key_lines in tables.items():
+            lines += ["", f"[{table}]", *key_lines]
         for kind, title in LISTS.items():
-            listed = dict.fromkeys(self.lists[kind])
-            lines += ["", f"# What {title}:", *(f"# * {_plain(one)}" for one in listed)] if listed else []
+            entries = dict.fromkeys(self.lists[kind])
+            lines += ["", f"# What {title}:", *(f"# * {_plain(part)}" for part in entries)] if entries else []
         return "\n".join(lines) + "\n"
 
 
 def _plain(text: str) -> str:
     """One line that a comment of TOML can hold."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def migrate(peer: Peer, file: Path) -> Migration:
     """Raises ConfigError where the file cannot be read or gives no arguments."""
-    found = (read_flags if peer == "slime" else read_hydra)(file, PROGRAMS[peer])
-    if not found.given:
-        raise found.error(0, f"calls no training program of {peer}, and is no list of its arguments")
-    made = Migration(peer, found)
-    made.lists["said"] = found.remarks
+    arguments = (read_flags if peer == "slime" else read_hydra)(file, PROGRAMS[peer])
+    if not arguments.by_name:
+        raise arguments.error(0, f"calls no training program of {peer}, and is no list of its arguments")
+    migration = Migration(peer, arguments)
+    migration.lists["said"] = arguments.remarks
     for row in rows(peer):
-        made.apply(row)
-    made.finish()
-    return made
+        migration.apply(row)
+    migration.finish()
+    return migration

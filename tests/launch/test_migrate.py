@@ -57,7 +57,7 @@ def made(peer: Peer, text: str, folder: Path, name: str = "run.sh") -> tuple[Mig
     file.write_text(text)
     one = migrate(peer, file)
     load_config(folder / "run.toml", text=one.text())
-    for argument in one.found.given:
+    for argument in one.arguments.by_name:
         assert re.search(rf"(?:--|[ ;*#]){re.escape(argument)}(?![\w.-])", one.text()), argument
     return one, tomllib.loads(one.text())
 
@@ -238,7 +238,7 @@ def test_what_a_block_or_the_caller_decides_is_not_guessed(tmp_path: Path) -> No
     )
     one, table = made("slime", text, tmp_path)
     assert table["algo"]["lam"] == 0.9
-    assert {"lr", "lr-decay-iters", "eps-clip", "lambd"} == set(one.found.given)
+    assert {"lr", "lr-decay-iters", "eps-clip", "lambd"} == set(one.arguments.by_name)
     hand = "\n".join(one.lists["hand"])
     assert all(name in hand for name in ("--lr ", "--lr-decay-iters", "--eps-clip"))
     assert "--gamma 0.5" in one.text()
@@ -262,7 +262,7 @@ def test_words_are_split_and_joined_as_bash_does(tmp_path: Path) -> None:
     call = 'python train.py --zero a\\ b\'c\'"d" ${A[@]+x} "${A[@]}" --six "" $EMPTY --sev#en 7 # --eight 8\n'
     call = call.replace("${A[@]+x} ", "")
     one, _ = made("slime", text + call, tmp_path)
-    assert {name: value for name, (value, _) in one.found.given.items()} == {
+    assert {name: value for name, (value, _) in one.arguments.by_name.items()} == {
         "zero": "a bcd", "one": "a b", "two": ["a", "b"], "three": 'x"y', "four": "$X", "five": ["p q", "6", ""],
         "nine": ["", "e", "-3"],
         "six": "", "sev#en": "7",
