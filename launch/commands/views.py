@@ -137,16 +137,20 @@ def _why_page(reason: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     from ...core.activity import ACTIVITY_KINDS
-    from ..views.why import Reason, words_of
+    from ..views.why import Reason, describe_rollout
 
     found = msgspec.convert(reason, Reason)
     parts: list[RenderableType] = [Text(found.sentence)]
     if found.remedy:
         parts.append(Text(f"to try: {found.remedy}", style="bold"))
     if found.rollouts:
-        spent = ", ".join(f"{name} {share * 100:.0f} %" for name, share in found.rollouts.items() if share >= 0.005)
+        spent = ", ".join(
+            f"{'wait for the engine' if name == 'engine' else name} {share * 100:.0f} %"
+            for name, share in found.rollouts.items()
+            if share >= 0.005
+        )
         parts.append(Text(f"time of rollouts: {spent}"))
-    parts += [Text(words_of(one)) for one in found.under_way]
+    parts += [Text(describe_rollout(one)) for one in found.under_way]
     rows = [(name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(found.shares.items())]
     parts += [Text(""), table(("actor", *ACTIVITY_KINDS), rows, right=ACTIVITY_KINDS)]
     return Group(*parts)

@@ -35,7 +35,7 @@ from .run_view import (
     plain_line,
     queue_rows,
 )
-from .why import words_of
+from .why import describe_rollout
 
 _MAX_WIDTH = 72
 
@@ -148,7 +148,7 @@ def render(view: RunView) -> RenderableType:
         more = f", {_MAX_ROWS} of {len(shares)} actors" if len(shares) > _MAX_ROWS else ""
         rows = [(clean(name), shares[name]) for name in sorted(shares, key=name_order)[:_MAX_ROWS]]
         parts += [Text(f"\ntime of the last minute{more}"), _rows(rows)]
-    if waits := [words_of(one) for one in view.under_way[:_MAX_WAITS]]:
+    if waits := [describe_rollout(one) for one in view.under_way[:_MAX_WAITS]]:
         parts += [Text("\nrollouts that wait longest"), *map(Text, waits)]
     if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
         words = ("   ".join(filter(None, (one.what, one.who, one.record.reason))) for one in changes)

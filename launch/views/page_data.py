@@ -32,7 +32,7 @@ from .run_view import (
     outcome,
     queue_rows,
 )
-from .why import rollout_time, words_of
+from .why import rollout_time, describe_rollout
 
 _MAX_ACTORS = 32
 _MAX_UNDER_WAY = 12
@@ -63,7 +63,7 @@ def state_table(view: RunView, run: RunFiles) -> dict[str, Any]:
         "lagText": lag_text(view),
         "lags": _lags(view, run),
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
-        "underWay": [words_of(one) for one in view.under_way[:_MAX_UNDER_WAY]],
+        "underWay": [describe_rollout(one) for one in view.under_way[:_MAX_UNDER_WAY]],
         "rolloutTime": [f"{name} {percent(share)}" for name, share in rollout_time(view.shares()).items()],
         "knobs": _knobs(view),
     }

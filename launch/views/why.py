@@ -34,6 +34,7 @@ AT_LIMIT = "compute/generate at limit"
 ROLLOUTS, REWARDS, CPU, HELD_OUT = "rollouts/", "rewards/", "cpu/", "held-out/"
 """Prefixes of seconds that are no part of their actor's: of its rollouts, of its calls of reward workers (see
 `Guarded.seconds`), of its threads (see `ProcessorTime`), and of rollouts for evaluations."""
+_BESIDE = (ROLLOUTS, REWARDS, CPU, HELD_OUT)
 FIRST_EVALUATION = "other/start, first engine"
 """Part of the leader's time: engines have no weights yet, or evaluate them (eval.at_start)."""
 _ENGINE = ("generate", "engine")
@@ -125,35 +126,38 @@ class Reason(Record, frozen=True):
 
 def slowest(under_way: Sequence[RolloutNow]) -> tuple[RolloutNow, ...]:
     """Those that wait, the longest first; before all others those that wait for something else than the engine."""
-    waiting = [one for one in under_way if one.doing]
-    return tuple(sorted(waiting, key=lambda one: (one.doing in _ENGINE, -one.since_s))[:MAX_UNDER_WAY])
+    waiting = [rollout for rollout in under_way if rollout.doing]
+    return tuple(sorted(waiting, key=lambda rollout: (rollout.doing in _ENGINE, -rollout.since_s))[:MAX_UNDER_WAY])
 
 
-def words_of(one: RolloutNow) -> str:
-    where = f"row {one.row}" + (f" of {clean(one.source.rpartition('/')[2])}" if one.source else "")
-    what = {"generate": "generates", "engine": "waits for the engine"}.get(one.doing, f"waits for {clean(one.doing)}")
-    name = f"{one.actor}, {'held-out prompt' if one.is_held_out else 'group'} {one.group_id}.{one.index} ({where})"
-    return f"{name}: {what} since {duration(one.since_s)}" + (f", at turn {one.turn}" if one.turn else "")
+def describe_rollout(now: RolloutNow) -> str:
+    row = f"row {now.row}" + (f" of {clean(now.source.rpartition('/')[2])}" if now.source else "")
+    name = f"{now.actor}, {'held-out prompt' if now.is_held_out else 'group'} {now.group_id}.{now.index} ({row})"
+    activity = {"generate": "generates", "engine": "waits for the engine"}.get(
+        now.doing, f"waits for {clean(now.doing)}"
+    )
+    turn = f", at turn {now.turn}" if now.turn else ""
+    return f"{name}: {activity} since {duration(now.since_s)}{turn}"
 
 
 def rollout_time(shares: Shares) -> dict[str, float]:
     """What rollouts do -> share of their time, over all of these actors; where rewards have workers, what of it is the
     function."""
-    spent, calls = _summed(shares, ROLLOUTS), _summed(shares, REWARDS)
+    seconds, calls = _summed(shares, ROLLOUTS), _summed(shares, REWARDS)
     if any(calls.values()):
-        rewards_s = spent.pop("reward", 0.0) / sum(calls.values())
-        spent |= {f"reward {what}": rewards_s * share for what, share in calls.items()}
-    whole = sum(spent.values())
-    return {name: round(spent[name] / whole, 4) for name in sorted(spent, key=lambda name: -spent[name]) if spent[name]}
+        rewards_s = seconds.pop("reward", 0.0) / sum(calls.values())
+        seconds |= {f"reward {part}": rewards_s * share for part, share in calls.items()}
+    total, largest_first = sum(seconds.values()), sorted(seconds, key=lambda name: -seconds[name])
+    return {name: round(seconds[name] / total, 4) for name in largest_first if seconds[name]}
 
 
 def _summed(shares: Shares, prefix: str) -> dict[str, float]:
-    found = defaultdict[str, float](float)
+    sums = defaultdict[str, float](float)
     for kinds in shares.values():
         for name, share in kinds.items():
             if name.startswith(prefix):
-                found[name.removeprefix(prefix)] += share
-    return found
+                sums[name.removeprefix(prefix)] += share
+    return sums
 
 
 def explain(
@@ -161,17 +165,17 @@ def explain(
 ) -> Reason:
     """`target`: an actor or a role that comes before the run. Raises ConfigError for one not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
-    left = {name: without_start(kinds) for name, kinds in shares.items()}
+    names = [name for name in shares if not target or _is_meant(name, target)]
+    actors = {name: without_start(shares[name]) for name in (sorted(names, key=name_order) if target else names)}
     if target:
-        left = {name: left[name] for name in sorted(left, key=name_order) if _is_meant(name, target)}
-        if not left:
+        if not actors:
             raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
-        told = (f"{name}: {', '.join(time_parts(kinds)) or 'it is starting'}" for name, kinds in left.items())
-        reason = msgspec.structs.replace(reason, sentence="; ".join([*told, f"the run: {reason.sentence}"]))
-    found = {name: {kind: round(kinds.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if kinds else {}
-             for name, kinds in left.items()}  # fmt: skip
-    now = slowest([one for one in under_way if one.actor in left])[: None if target else 1]
-    return msgspec.structs.replace(reason, shares=found, rollouts=rollout_time(left), under_way=now)
+        texts = [f"{name}: {', '.join(time_parts(kinds)) or 'it is starting'}" for name, kinds in actors.items()]
+        reason = msgspec.structs.replace(reason, sentence="; ".join([*texts, f"the run: {reason.sentence}"]))
+    by_kind = {name: {kind: round(kinds.get(kind, 0.0), 4) for kind in ACTIVITY_KINDS} if kinds else {}
+               for name, kinds in actors.items()}  # fmt: skip
+    waiting = slowest([rollout for rollout in under_way if rollout.actor in actors])[: None if target else 1]
+    return msgspec.structs.replace(reason, shares=by_kind, rollouts=rollout_time(actors), under_way=waiting)
 
 
 def _is_meant(name: str, target: str) -> bool:
@@ -188,55 +192,51 @@ def explain_run(run: RunFiles, target: str = "") -> Reason:
 
 
 def judge(shares: Shares, facts: Facts) -> Reason:
-    reason = _judged(shares, facts)
+    reason = _bottleneck(shares, facts)
     role = "trainer" if reason.bound in ("training", "none") else "rollout"
-    busy = {name: kinds for name, kinds in shares.items() if _role(name) == role}
-    threads = _summed(busy, CPU)
-    wanted = sum(threads.values())
-    if reason.bound not in _CROWDED_TOO or wanted < len(busy) / 2 or threads["waited"] < NOTABLE * wanted:
+    actors = {name: kinds for name, kinds in shares.items() if _role(name) == role}
+    cpu = _summed(actors, CPU)
+    runnable = sum(cpu.values())
+    if reason.bound not in _CROWDED_TOO or runnable < len(actors) / 2 or cpu["waited"] < NOTABLE * runnable:
         return reason
-    who = next(iter(busy)) if len(busy) == 1 else f"{len(busy)} {role} actors"
-    waited = percent(threads["waited"] / wanted)
-    words = f"{_verb(who, 'wait')} for a processor {waited} of the time in which its threads could run"
-    remedy = _CROWDED + _CROWDED_TOO[reason.bound]
-    return msgspec.structs.replace(reason, sentence=f"{reason.sentence}; {words}", remedy=remedy)
+    waits = f"{_verb(_subject(actors, role), 'wait')} for a processor {percent(cpu['waited'] / runnable)}"
+    sentence = f"{reason.sentence}; {waits} of the time in which its threads could run"
+    return msgspec.structs.replace(reason, sentence=sentence, remedy=_CROWDED + _CROWDED_TOO[reason.bound])
 
 
-def _judged(shares: Shares, facts: Facts) -> Reason:
+def _bottleneck(shares: Shares, facts: Facts) -> Reason:
     if facts.disk:
-        what, _, remedy = facts.disk.partition(" -- ")
-        return Reason(bound="disk", sentence=f"the run waits for a disk: {what}", remedy=remedy, share=1.0)
+        cause, _, remedy = facts.disk.partition(" -- ")
+        return Reason(bound="disk", sentence=f"the run waits for a disk: {cause}", remedy=remedy, share=1.0)
     leader = leader_of(shares)
-    rollouts = {name: left for name, kinds in shares.items() if _role(name) == "rollout"
-                and (left := without_start(kinds))}  # fmt: skip
+    rollouts = {name: without_start(kinds) for name, kinds in shares.items() if _role(name) == "rollout"}
+    rollouts = {name: kinds for name, kinds in rollouts.items() if kinds}
     trainer = without_start(shares.get(leader, {}))
     held_out = _held_out_share(rollouts)
     if leader and not trainer:
         is_first = held_out and shares[leader].get(FIRST_EVALUATION, 0.0) >= NOTABLE
-        what = "waits for the evaluation of the first weights (eval.at_start)" if is_first else "is starting"
-        return Reason(bound="starting", sentence=f"{leader} {what}: no verdict yet")
+        activity = "waits for the evaluation of the first weights (eval.at_start)" if is_first else "is starting"
+        return Reason(bound="starting", sentence=f"{leader} {activity}: no verdict yet")
     if not leader or not rollouts:
         sentence = "nothing can be said yet: no time was measured for the trainer or the rollout actors"
         return Reason(bound="unknown", sentence=sentence)
-    kinds = {
-        kind for actor in rollouts.values() for kind in actor if not kind.startswith((ROLLOUTS, REWARDS, CPU, HELD_OUT))
-    }
-    team = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
-    who = next(iter(rollouts)) if len(rollouts) == 1 else f"{len(rollouts)} rollout actors"
-    if (share := max(trainer.get("paused", 0.0), team.get("paused", 0.0))) >= 0.5:
-        is_disk = max(trainer.get(FOR_DISK, 0.0), team.get(FOR_DISK, 0.0)) >= share / 2
-        kind, what = (FOR_DISK, "waits for a disk") if is_disk else ("paused", "is paused")
-        text = f"the run {what} ({leader} {_pct(trainer, kind)}, {who} {_pct(team, kind)})"
+    kinds = {kind for actor in rollouts.values() for kind in actor if not kind.startswith(_BESIDE)}
+    mean = {kind: sum(actor.get(kind, 0.0) for actor in rollouts.values()) / len(rollouts) for kind in kinds}
+    actors = _subject(rollouts, "rollout")
+    if (share := max(trainer.get("paused", 0.0), mean.get("paused", 0.0))) >= 0.5:
+        is_disk = max(trainer.get(FOR_DISK, 0.0), mean.get(FOR_DISK, 0.0)) >= share / 2
+        kind, activity = (FOR_DISK, "waits for a disk") if is_disk else ("paused", "is paused")
+        text = f"the run {activity} ({leader} {_pct(trainer, kind)}, {actors} {_pct(mean, kind)})"
         return _verdict("disk" if is_disk else "paused", text, share)
     if trainer.get("other", 0.0) >= 0.5:
         sentence = f"{leader} spends {_pct(trainer, 'other')} of the time on start-up and other chores: no verdict yet"
         return Reason(bound="starting", sentence=sentence)
     wait = max(_TRAINER_WAITS, key=lambda kind: trainer.get(kind, 0.0))
     if trainer.get(wait, 0.0) < NOTABLE:
-        return _busy_trainer(leader, trainer, who, team, facts)
+        return _if_busy(leader, trainer, actors, mean, facts)
     if wait != "wait-data":
-        return _waits(leader, trainer, wait)
-    reason = _thrown_away(leader, trainer, facts) or _starved_trainer(leader, trainer, who, team, facts)
+        return _if_waiting(leader, trainer, wait)
+    reason = _if_filtered(leader, trainer, facts) or _if_starved(leader, trainer, actors, mean, facts)
     if held_out >= 0.5 and reason.bound in _OF_ROLLOUTS:
         waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
         sentence = f"{waits}: evaluation is the bottleneck ({percent(held_out)} of the time of rollouts)"
@@ -253,19 +253,19 @@ def without_start(kinds: Mapping[str, float]) -> dict[str, float]:
     """Shares of the time after start-up; empty while there is none worth speaking of."""
     start = sum(share for name, share in kinds.items() if name.startswith(START))
     total = sum(share for name, share in kinds.items() if "/" not in name)
-    left = total - start
-    if left <= 0.02 * total:
+    remaining = total - start
+    if remaining <= 0.02 * total:
         return {}
-    kept = {name: share / left for name, share in kinds.items() if not name.startswith(START)}
-    if "other" in kept:
-        kept["other"] = max(0.0, kinds["other"] - start) / left
-    return kept
+    shares = {name: share / remaining for name, share in kinds.items() if not name.startswith(START)}
+    if "other" in shares:
+        shares["other"] = max(0.0, kinds["other"] - start) / remaining
+    return shares
 
 
 def _held_out_share(rollouts: Shares) -> float:
     """Of the time of rollouts, that of rollouts for evaluations."""
-    whole = sum(_summed(rollouts, ROLLOUTS).values())
-    return _summed(rollouts, HELD_OUT)["rollouts"] / whole if whole else 0.0
+    total = sum(_summed(rollouts, ROLLOUTS).values())
+    return _summed(rollouts, HELD_OUT)["rollouts"] / total if total else 0.0
 
 
 def leader_of(shares: Shares) -> str:
@@ -274,35 +274,33 @@ def leader_of(shares: Shares) -> str:
     return min(ranks, key=lambda name: (len(name), name), default="")
 
 
-def _busy_trainer(
-    leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], facts: Facts
-) -> Reason:
+def _if_busy(leader: str, trainer: Mapping[str, float], actors: str, mean: Mapping[str, float], facts: Facts) -> Reason:
     works = f"{leader} computes {_pct(trainer, 'compute')} of the time"
     slowest = facts.gauges.get(leader, {}).get("leader/slowest_tenth", 0.0)
     if slowest >= _UNEVEN:
         sentence = f"{works}, and a tenth of its newest steps takes {percent(slowest)} of that: they are the bottleneck"
         return Reason(bound="training", sentence=sentence, remedy=_UNEVEN_STEPS, share=slowest)
-    for bound, (what, *parts) in _NO_TRAINING.items():
+    for bound, (activity, *parts) in _NO_TRAINING.items():
         share = sum(trainer.get(f"compute/{part}", 0.0) for part in parts)
         if share >= NOTABLE:
-            sentence = f"{leader} spends {percent(share)} of the time on {what}: that is the bottleneck"
+            sentence = f"{leader} spends {percent(share)} of the time on {activity}: that is the bottleneck"
             return _verdict(bound, sentence, share)
-    idle = max(_REASONS, key=lambda kind: team.get(kind, 0.0))
-    if team.get(idle, 0.0) < NOTABLE:
-        sentence = f"well balanced: {works}, {_verb(who, 'compute')} {_pct(team, 'compute')}"
+    idle = max(_REASONS, key=lambda kind: mean.get(kind, 0.0))
+    if mean.get(idle, 0.0) < NOTABLE:
+        sentence = f"well balanced: {works}, {_verb(actors, 'compute')} {_pct(mean, 'compute')}"
         return Reason(bound="none", sentence=sentence)
-    waits = f"{_verb(who, 'wait')} {_REASONS[idle]} {_pct(team, idle)} of the time"
-    return _verdict("training", f"{works}: training is the bottleneck ({waits})", team.get(idle, 0.0))
+    waits = f"{_verb(actors, 'wait')} {_REASONS[idle]} {_pct(mean, idle)} of the time"
+    return _verdict("training", f"{works}: training is the bottleneck ({waits})", mean.get(idle, 0.0))
 
 
-def _thrown_away(leader: str, trainer: Mapping[str, float], facts: Facts) -> Reason | None:
+def _if_filtered(leader: str, trainer: Mapping[str, float], facts: Facts) -> Reason | None:
     """None: the group filter leaves enough of the newest finished groups."""
     newest = {n.removeprefix(NEWEST): value for n, value in facts.gauges.get("buffer", {}).items()}
-    left_out, low, high = newest.get("left_out", 0.0), newest.get("reward_min"), newest.get("reward_max")
+    left_out, lowest, highest = newest.get("left_out", 0.0), newest.get("reward_min"), newest.get("reward_max")
     if newest.get("groups", 0.0) < _LEAST_GROUPS or left_out < NEARLY_ALL:
         return None
-    if low is not None and low == high:
-        why = f"the reward is always {short(low)}"
+    if lowest is not None and lowest == highest:
+        why = f"the reward is always {short(lowest)}"
     elif newest.get("flat", 0.0) >= NEARLY_ALL:
         shares = f"all wrong {_pct(newest, 'all_wrong')}, all right {_pct(newest, 'all_right')}"
         why = f"the answers of a group all get the same reward ({shares})"
@@ -315,30 +313,30 @@ def _thrown_away(leader: str, trainer: Mapping[str, float], facts: Facts) -> Rea
     return _verdict("filter", sentence, trainer.get("wait-data", 0.0))
 
 
-def _starved_trainer(
-    leader: str, trainer: Mapping[str, float], who: str, team: Mapping[str, float], facts: Facts
+def _if_starved(
+    leader: str, trainer: Mapping[str, float], actors: str, mean: Mapping[str, float], facts: Facts
 ) -> Reason:
     """The trainer waits for data: what the rollout actors do most meanwhile is the cause."""
-    rewards = sum(share for kind, share in team.items() if "/" in kind and "reward" in kind)
-    at_limit = 0.0 if facts.engines_are_full else team.get(AT_LIMIT, 0.0)
+    rewards = sum(share for kind, share in mean.items() if "/" in kind and "reward" in kind)
+    at_limit = 0.0 if facts.engines_are_full else mean.get(AT_LIMIT, 0.0)
     causes: dict[Bound, float] = {
-        "generation": max(0.0, team.get("compute", 0.0) - at_limit),
+        "generation": max(0.0, mean.get("compute", 0.0) - at_limit),
         "concurrency": at_limit,
         "reward": rewards,
-        "environment": team.get("wait-env", 0.0),
-        "capacity": team.get("wait-capacity", 0.0),
-        "weights": team.get("wait-weights", 0.0),
-        "data": max(0.0, team.get("wait-data", 0.0) - rewards),
+        "environment": mean.get("wait-env", 0.0),
+        "capacity": mean.get("wait-capacity", 0.0),
+        "weights": mean.get("wait-weights", 0.0),
+        "data": max(0.0, mean.get("wait-data", 0.0) - rewards),
     }
     cause = max(causes, key=lambda bound: causes[bound])
     waits = f"{leader} waits for data {_pct(trainer, 'wait-data')} of the time"
     if causes[cause] <= 0.0:
-        sentence = f"{waits}, and {_verb(who, 'show')} nothing that explains it: see the logs"
+        sentence = f"{waits}, and {_verb(actors, 'show')} nothing that explains it: see the logs"
         return Reason(bound="unknown", sentence=sentence)
-    parts = {name: lost for name, lost in team.items() if name.startswith("wait-env/")}
+    parts = {name: lost for name, lost in mean.items() if name.startswith("wait-env/")}
     environment = max(parts, key=lambda name: parts[name]).partition("/")[2] if parts else "it"
-    words = {"do": _verb(who, "compute"), "wait": _verb(who, "wait"), "share": percent(causes[cause])}
-    sentence = f"{waits}: {_CAUSES[cause].format(**words, environment=environment)}"
+    texts = {"do": _verb(actors, "compute"), "wait": _verb(actors, "wait"), "share": percent(causes[cause])}
+    sentence = f"{waits}: {_CAUSES[cause].format(**texts, environment=environment)}"
     return _verdict(cause, sentence, trainer.get("wait-data", 0.0))
 
 
@@ -357,7 +355,7 @@ _OF_ROLLOUTS: tuple[Bound, ...] = ("generation", "concurrency", "reward", "envir
 _TRAINER_WAITS = ("wait-data", "wait-weights", "wait-capacity", "wait-memory")
 
 
-def _waits(leader: str, trainer: Mapping[str, float], wait: str) -> Reason:
+def _if_waiting(leader: str, trainer: Mapping[str, float], wait: str) -> Reason:
     """For weights, for the device, or for room."""
     share, waits = trainer[wait], f"{leader} waits {_pct(trainer, wait)} of the time"
     if wait == "wait-weights":
@@ -389,6 +387,10 @@ def _verdict(bound: Bound, sentence: str, share: float) -> Reason:
     return Reason(bound=bound, sentence=sentence, remedy=REMEDIES.get(bound, ""), share=share)
 
 
+def _subject(actors: Shares, role: str) -> str:
+    return next(iter(actors)) if len(actors) == 1 else f"{len(actors)} {role} actors"
+
+
 def _role(name: str) -> str:
     return name.partition("/")[0]
 
@@ -397,5 +399,5 @@ def _pct(shares: Mapping[str, float], kind: str) -> str:
     return percent(shares.get(kind, 0.0))
 
 
-def _verb(who: str, verb: str) -> str:
-    return f"{who} {verb}" if who.endswith("actors") else f"{who} {verb}s"
+def _verb(actors: str, verb: str) -> str:
+    return f"{actors} {verb}" if actors.endswith("actors") else f"{actors} {verb}s"
