@@ -68,41 +68,41 @@ def _away(context: VerbContext) -> NotSent:
     return NotSent(f"the coordinator is restarting ({state}): nothing was asked of it", remedy="ask again in a moment")
 
 
-async def _pause(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, int]:
+async def _pause(context: VerbContext, arguments: verbs.WithReason, operator: Operator) -> dict[str, int]:
     async with coordinator_call(context, verbs.PAUSE.ask_s) as coordinator:
-        return {"rests_at": await coordinator.set_pause("pause", who, arguments.reason)}
+        return {"rests_at": await coordinator.set_pause("pause", operator, arguments.reason)}
 
 
-async def _resume(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, bool]:
+async def _resume(context: VerbContext, arguments: verbs.WithReason, operator: Operator) -> dict[str, bool]:
     async with coordinator_call(context, verbs.RESUME.ask_s) as coordinator:
-        await coordinator.set_pause("resume", who, arguments.reason)
+        await coordinator.set_pause("resume", operator, arguments.reason)
     return {"resumed": True}
 
 
-async def _step(context: VerbContext, arguments: verbs.StepArguments, who: Operator) -> dict[str, int]:
+async def _step(context: VerbContext, arguments: verbs.StepArguments, operator: Operator) -> dict[str, int]:
     async with coordinator_call(context, verbs.STEP.ask_s) as coordinator:
-        return {"pauses_at": await coordinator.set_pause("step", who, arguments.reason, arguments.num_steps)}
+        return {"pauses_at": await coordinator.set_pause("step", operator, arguments.reason, arguments.num_steps)}
 
 
-async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, who: Operator) -> dict[str, str]:
+async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, operator: Operator) -> dict[str, str]:
     async with coordinator_call(context, verbs.CKPT.ask_s) as coordinator:
-        return {"folder": await coordinator.checkpoint_now(who, arguments.reason, arguments.export)}
+        return {"folder": await coordinator.checkpoint_now(operator, arguments.reason, arguments.export)}
 
 
-async def _evaluate(context: VerbContext, arguments: verbs.EvalArguments, who: Operator) -> dict[str, float]:
+async def _evaluate(context: VerbContext, arguments: verbs.EvalArguments, operator: Operator) -> dict[str, float]:
     async with coordinator_call(context, verbs.EVAL.ask_s) as coordinator:
-        result = await coordinator.evaluate_now(who, arguments.reason, arguments.name)
+        result = await coordinator.evaluate_now(operator, arguments.reason, arguments.name)
     return {"eval_reward": result.mean_reward, **result.metrics}
 
 
-async def _down(context: VerbContext, arguments: verbs.WithReason, who: Operator) -> dict[str, str]:
+async def _down(context: VerbContext, arguments: verbs.WithReason, operator: Operator) -> dict[str, str]:
     """The launcher's own loop ends the run, as after Ctrl-C; this only asks for it."""
-    reason = arguments.reason or f"{who.user} asked for it (myxa down)"
+    reason = arguments.reason or f"{operator.user} asked for it (myxa down)"
     context.supervisor.request_stop(reason, signal.SIGTERM)
     return {"ending": reason}
 
 
-async def _memory(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> MemoryView:
+async def _memory(context: VerbContext, arguments: verbs.Arguments, operator: Operator) -> MemoryView:
     if not takes_turns(context.config):
         raise ConfigError(
             "this run has no memory manager",
@@ -113,8 +113,8 @@ async def _memory(context: VerbContext, arguments: verbs.Arguments, who: Operato
     return await with_deadline(context.node.ref(MemoryContract, name), WAIT_S).view()
 
 
-async def _verbs(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> list[dict[str, Any]]:
-    del context, arguments, who
+async def _verbs(context: VerbContext, arguments: verbs.Arguments, operator: Operator) -> list[dict[str, Any]]:
+    del context, arguments, operator
     return [verbs.describe(verb) for verb in verbs.ALL]
 
 
@@ -133,10 +133,10 @@ def known_names(table: KnobTable) -> set[str]:
 
 def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) -> None:
     """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
-    known = known_names(table)
+    known_knobs = known_names(table)
     keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
     for name in names:
-        if name in known:
+        if name in known_knobs:
             continue
         if name in keys:
             raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {keys[name]!r}")
@@ -161,17 +161,17 @@ def _keys_of_file(name: str) -> list[str]:
 
 
 def _hint(name: str, table: KnobTable) -> str:
-    known = known_names(table)
-    if nearest(name, known):
-        return suggest(name, known)
-    words = name.replace("_", " ").replace("-", " ").lower()
+    names = known_names(table)
+    if nearest(name, names):
+        return suggest(name, names)
+    wish = name.replace("_", " ").replace("-", " ").lower()
     for state in (state for sheet in table.sheets for state in sheet.knobs):
-        if len(words) > 2 and words in state.tunable.help.lower():
+        if len(wish) > 2 and wish in state.tunable.help.lower():
             return f'did you mean "{state.tunable.name}"? it is "{state.tunable.help}"'
     return "`myxa get` lists them all"
 
 
-async def _get(context: VerbContext, arguments: verbs.GetArguments, who: Operator) -> KnobTable:
+async def _get(context: VerbContext, arguments: verbs.GetArguments, operator: Operator) -> KnobTable:
     table = await knob_table(context)
     if not arguments.names:
         return table
@@ -190,20 +190,20 @@ def _origins(folder: Path, table: KnobTable) -> dict[str, str]:
     lines, fields = key_lines(text, tomllib.loads(text)), {".".join(path): field for path, field in walk(RunConfig)}
     changes = {move.name: record for record in read_audit(folder / AUDIT_FILE) for move in record.moves
                if record.result == "done"}  # fmt: skip
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for state in (state for sheet in table.sheets for state in sheet.knobs):
         knob, field = state.tunable, fields.get(state.tunable.key)
         is_default = field is not None and state.first == field.get_default(call_default_factory=True)
         line = lines.get(tuple(knob.key.split(".")))
         place = "the default" if is_default else f"line {line} of {file}" if line else "chosen at the start"
-        words = [f"{knob.key} = {value_text(state.first)}, {place}" if knob.key else "it has no key in the run file"]
+        texts = [f"{knob.key} = {value_text(state.first)}, {place}" if knob.key else "it has no key in the run file"]
         if state.value != state.first and (change := changes.get(knob.name)) is not None:
-            words.append(f"set by {change.who.user or change.who.via}, epoch {change.epoch}")
-        found[knob.name] = "; ".join(words)
-    return found
+            texts.append(f"set by {change.who.user or change.who.via}, epoch {change.epoch}")
+        origins[knob.name] = "; ".join(texts)
+    return origins
 
 
-async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> ChangeReply:
+async def _set(context: VerbContext, request: ChangeRequest, operator: Operator) -> ChangeReply:
     if request.for_steps and request.for_s:
         raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
     async with coordinator_call(context, verbs.SET.ask_s) as coordinator:
@@ -214,12 +214,14 @@ async def _set(context: VerbContext, request: ChangeRequest, who: Operator) -> C
     return reply
 
 
-async def _undo(context: VerbContext, arguments: verbs.UndoArguments, who: Operator) -> ChangeReply:
+async def _undo(context: VerbContext, arguments: verbs.UndoArguments, operator: Operator) -> ChangeReply:
     async with coordinator_call(context, verbs.UNDO.ask_s) as coordinator:
-        return await coordinator.undo(who, arguments.reason, arguments.epoch)
+        return await coordinator.undo(operator, arguments.reason, arguments.epoch)
 
 
-async def _history(context: VerbContext, arguments: verbs.HistoryArguments, who: Operator) -> tuple[AuditRecord, ...]:
+async def _history(
+    context: VerbContext, arguments: verbs.HistoryArguments, operator: Operator
+) -> tuple[AuditRecord, ...]:
     """From the file: process verbs are in it too, and it can be read while the coordinator is away."""
     return await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, arguments.limit)
 
@@ -232,8 +234,8 @@ MAX_ASKED = 64
 """Rollout actors, for what their rollouts do."""
 
 
-async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: Operator) -> RunView:
-    del who
+async def _status(context: VerbContext, arguments: verbs.StatusArguments, operator: Operator) -> RunView:
+    del operator
     view = await RunWatch(context.node, context.node.clock).look()
     view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
     if not arguments.whole:
@@ -241,12 +243,12 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, who: O
     table, under_way = await asyncio.gather(_knob_table(context), _under_way(context))
     shares = view.shares()
     reason = judge(shares, _facts_of(view))
-    told = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
+    answers = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
     return msgspec.structs.replace(
         view, actors=_actors(context, view), knobs=table,
         history=await asyncio.to_thread(read_audit, context.run_dir.path / AUDIT_FILE, SHOWN_RECORDS),
         why=reason.sentence if shares else "", remedy=reason.remedy, under_way=slowest(under_way),
-        troubles=tuple(f"{name} does not answer" for name, answer in told.items() if answer is None),
+        troubles=tuple(f"{name} does not answer" for name, answer in answers.items() if answer is None),
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ async def _under_way(context: VerbContext) -> tuple[RolloutNow, ...]:
     names = [actor.name for actor in context.supervisor.statuses() if actor.role == "rollout"][:MAX_ASKED]
     refs = [context.node.ref(RolloutContract, name) for name in names if context.node.peers(name)]
     answers = await asyncio.gather(*(answer_or_none(with_deadline(ref, LOOK_S).under_way()) for ref in refs))
-    return tuple(one for answer in answers if answer is not None for one in answer)
+    return tuple(rollout for answer in answers if answer is not None for rollout in answer)
 
 
 async def _knob_table(context: VerbContext) -> KnobTable | None:
@@ -265,7 +267,7 @@ async def _knob_table(context: VerbContext) -> KnobTable | None:
     )
 
 
-async def _ps(context: VerbContext, arguments: verbs.Arguments, who: Operator) -> tuple[ActorFacts, ...]:
+async def _ps(context: VerbContext, arguments: verbs.Arguments, operator: Operator) -> tuple[ActorFacts, ...]:
     return _actors(context, await RunWatch(context.node, context.node.clock).look())
 
 
@@ -291,7 +293,7 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-async def _why(context: VerbContext, arguments: verbs.WhyArguments, who: Operator) -> Reason:
+async def _why(context: VerbContext, arguments: verbs.WhyArguments, operator: Operator) -> Reason:
     monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
     view, shares, under_way = await asyncio.gather(
         RunWatch(context.node, context.node.clock).look(),

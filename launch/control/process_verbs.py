@@ -28,7 +28,7 @@ BACK_S = 600.0
 """How long a restarted actor may take before the next one is restarted."""
 
 
-async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Operator) -> dict[str, Any]:
+async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, operator: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     if arguments.role not in START_ORDER:
         raise ConfigError(f"{arguments.role!r} is no role", remedy=suggest(arguments.role, START_ORDER))
@@ -37,11 +37,11 @@ async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Ope
     for actor in joining:
         supervisor.hire(actor)
     for name in leaving:
-        supervisor.retire(name, _why(who, arguments.reason))
+        supervisor.retire(name, _why(operator, arguments.reason))
 
     def is_done() -> bool:
         there = {record.name: record for record in supervisor.statuses()}
-        is_up = all(one.name in there and there[one.name].state == "up" for one in joining)
+        is_up = all(actor.name in there and there[actor.name].state == "up" for actor in joining)
         return is_up and not set(leaving) & there.keys()
 
     return {
@@ -53,22 +53,22 @@ async def _scale(context: VerbContext, arguments: verbs.ScaleArguments, who: Ope
     }
 
 
-async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
+async def _drain(context: VerbContext, arguments: verbs.DrainArguments, operator: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
     node = node_of(arguments.target)
     is_node = node is not None and node != 0 and node in supervisor.nodes
     statuses = supervisor.statuses()
     is_empty = is_node and all(record.node != node for record in statuses)
-    meant = () if is_empty else find_targets(arguments.target, statuses)
-    for role in {record.role for record in meant}:
+    actors = () if is_empty else find_targets(arguments.target, statuses)
+    for role in {record.role for record in actors}:
         staying = {actor.name for actor in supervisor.present().actors if actor.role == role}
-        check_leaver(context.config, role, len(staying - {record.name for record in meant}))
-    names = [record.name for record in meant]
+        check_leaver(context.config, role, len(staying - {record.name for record in actors}))
+    names = [record.name for record in actors]
     if is_node and node is not None:
-        await supervisor.leave_node(node, _why(who, arguments.reason))
+        await supervisor.leave_node(node, _why(operator, arguments.reason))
     else:
         for name in reversed(names):
-            supervisor.retire(name, _why(who, arguments.reason))
+            supervisor.retire(name, _why(operator, arguments.reason))
 
     def is_done() -> bool:
         is_gone = not (is_node and node in supervisor.nodes)
@@ -77,15 +77,15 @@ async def _drain(context: VerbContext, arguments: verbs.DrainArguments, who: Ope
     return {"leaving": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-async def _restart(context: VerbContext, arguments: verbs.DrainArguments, who: Operator) -> dict[str, Any]:
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    for record in meant:
+async def _restart(context: VerbContext, arguments: verbs.DrainArguments, operator: Operator) -> dict[str, Any]:
+    actors = find_targets(arguments.target, context.supervisor.statuses())
+    for record in actors:
         if record.is_leaving:
             raise ConfigError(f"{record.name} is leaving the run", remedy="`myxa scale` starts a new one")
-    names = [record.name for record in meant]
-    attempts = {record.name: record.attempt for record in meant}
+    names = [record.name for record in actors]
+    attempts = {record.name: record.attempt for record in actors}
     context.supervisor.ctx.spawn(
-        _one_by_one(context, meant, _why(who, arguments.reason)), name=f"restart {arguments.target}"
+        _restart_in_turn(context, actors, _why(operator, arguments.reason)), name=f"restart {arguments.target}"
     )
 
     def is_done() -> bool:
@@ -95,11 +95,11 @@ async def _restart(context: VerbContext, arguments: verbs.DrainArguments, who: O
     return {"restarting": names, "is_done": await _until(is_done, arguments.wait_s)}
 
 
-async def _one_by_one(context: VerbContext, meant: Sequence[ActorFacts], reason: str) -> None:
+async def _restart_in_turn(context: VerbContext, actors: Sequence[ActorFacts], reason: str) -> None:
     """Restarts one after another: the next when the one before is back. A gang restarts as a whole."""
     supervisor = context.supervisor
     gangs: set[str] = set()
-    for record in meant:
+    for record in actors:
         try:
             spec = supervisor.actors[record.name].spec
             gang = spec.rank.gang if spec.rank is not None else ""
@@ -122,19 +122,19 @@ def _is_back(context: VerbContext, name: str, before: int) -> bool:
     return record is None or record.is_over or (record.state == "up" and record.attempt > before)
 
 
-async def _kill(context: VerbContext, arguments: verbs.KillArguments, who: Operator) -> dict[str, Any]:
+async def _kill(context: VerbContext, arguments: verbs.KillArguments, operator: Operator) -> dict[str, Any]:
     supervisor = context.supervisor
-    meant = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
-    if not meant:
+    actors = [record for record in find_targets(arguments.target, supervisor.statuses()) if record.pid]
+    if not actors:
         raise ConfigError(f"{arguments.target!r}: none of them has a process now", remedy="see `myxa ps`")
-    supervisor.ctx.log.warning("%s: SIGKILL to %s", _why(who, arguments.reason), arguments.target)
-    by = f"`myxa kill` by {who.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
-    await supervisor.kill(meant, by)
-    return {"killed": [record.name for record in meant]}
+    supervisor.ctx.log.warning("%s: SIGKILL to %s", _why(operator, arguments.reason), arguments.target)
+    by = f"`myxa kill` by {operator.user or 'an unknown user'}" + (f" ({arguments.reason})" if arguments.reason else "")
+    await supervisor.kill(actors, by)
+    return {"killed": [record.name for record in actors]}
 
 
-def _why(who: Operator, reason: str) -> str:
-    return reason or f"{who.user or 'an unknown user'} asked for it"
+def _why(operator: Operator, reason: str) -> str:
+    return reason or f"{operator.user or 'an unknown user'} asked for it"
 
 
 async def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
@@ -156,7 +156,7 @@ WRITE_S = 60.0
 LAUNCHER = "launcher"
 
 
-async def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Operator) -> list[LogChunk]:
+async def _logs(context: VerbContext, arguments: verbs.LogsArguments, operator: Operator) -> list[LogChunk]:
     requests: list[Awaitable[tuple[LogChunk, ...]]] = []
     for node, name in _log_owners(context, arguments.target):
         request = LogRequest(
@@ -165,10 +165,10 @@ async def _logs(context: VerbContext, arguments: verbs.LogsArguments, who: Opera
         )  # fmt: skip
         requests.append(context.supervisor.agent(node).read_logs(request))
     answers = await asyncio.gather(*requests, return_exceptions=True)
-    found = [chunk for answer in answers if not isinstance(answer, BaseException) for chunk in answer]
-    if not found:  # of several, those without a log are left out
+    chunks = [chunk for answer in answers if not isinstance(answer, BaseException) for chunk in answer]
+    if not chunks:  # of several, those without a log are left out
         raise next(answer for answer in answers if isinstance(answer, BaseException))
-    return found
+    return chunks
 
 
 def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
@@ -190,10 +190,10 @@ def _log_owners(context: VerbContext, target: str) -> list[tuple[int, str]]:
 # -- stacks ------------------------------------------------------------------------------------------------------------
 
 
-async def _stack(context: VerbContext, arguments: verbs.TargetArguments, who: Operator) -> list[StackReply]:
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    looks = [(record, _stack_of(context, record)) for record in meant]
-    return await _of_several(looks, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
+async def _stack(context: VerbContext, arguments: verbs.TargetArguments, operator: Operator) -> list[StackReply]:
+    actors = find_targets(arguments.target, context.supervisor.statuses())
+    lookups = [(record, _stack_of(context, record)) for record in actors]
+    return await _of_several(lookups, lambda record, why: StackReply(name=record.name, pid=0, text=why, how="refused"))
 
 
 async def _stack_of(context: VerbContext, record: ActorFacts) -> list[StackReply]:
@@ -205,30 +205,30 @@ async def _stack_of(context: VerbContext, record: ActorFacts) -> list[StackReply
 
 
 async def _of_several(
-    looks: Sequence[tuple[ActorFacts, Awaitable[list[T]]]], refusal: Callable[[ActorFacts, str], T]
+    lookups: Sequence[tuple[ActorFacts, Awaitable[list[T]]]], refusal: Callable[[ActorFacts, str], T]
 ) -> list[T]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
-    answers = await asyncio.gather(*(look for _, look in looks), return_exceptions=True)
+    answers = await asyncio.gather(*(look for _, look in lookups), return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     for error in errors:
         if not isinstance(error, MyxaError) or len(errors) == len(answers):
             raise error
     replies: list[T] = []
-    for (record, _), answer in zip(looks, answers, strict=True):
+    for (record, _), answer in zip(lookups, answers, strict=True):
         replies += [refusal(record, str(answer))] if isinstance(answer, BaseException) else answer
     return replies
 
 
-async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, who: Operator) -> list[ProfileReply]:
+async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, operator: Operator) -> list[ProfileReply]:
     """Of several, one that refuses says why in its place; raises if all of them do."""
-    meant = find_targets(arguments.target, context.supervisor.statuses())
-    looks = [(record, _own_profile(context, record, arguments.for_s)) for record in meant]
+    actors = find_targets(arguments.target, context.supervisor.statuses())
+    lookups = [(record, _own_profile(context, record, arguments.for_s)) for record in actors]
 
     def refusal(record: ActorFacts, why: str) -> ProfileReply:
         why = why.removeprefix(f"{record.name}: ")
         return ProfileReply(name=record.name, node=record.node, path="", top=(), refused=why)
 
-    return await _of_several(looks, refusal)
+    return await _of_several(lookups, refusal)
 
 
 async def _own_profile(context: VerbContext, record: ActorFacts, duration_s: float) -> list[ProfileReply]:
@@ -255,12 +255,12 @@ _NODE = re.compile(r"node:(\d{1,6})")
 def find_targets(target: str, roster: Sequence[ActorFacts]) -> tuple[ActorFacts, ...]:
     """The actors that `target` means, in start order; never none. Raises ConfigError with the names there are."""
     word = target.strip()
-    found = tuple(record for record in roster if _names_actor(record, word))
-    if found:
-        return found
+    actors = tuple(record for record in roster if _names_actor(record, word))
+    if actors:
+        return actors
     names = [record.name for record in roster]
-    words = [*names, *sorted({record.role for record in roster}), *sorted({f"node:{r.node}" for r in roster}), "all"]
-    near = nearest(word.removesuffix("/*"), words)
+    words = {record.role for record in roster} | {f"node:{record.node}" for record in roster}
+    near = nearest(word.removesuffix("/*"), [*names, *sorted(words), "all"])
     shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
     raise ConfigError(
         f"{word[:64]!r} names no actor of this run; there are {shown or 'none'}",

@@ -85,10 +85,10 @@ def caller_of(request: web.Request) -> Operator:
     except OSError as error:
         raise ConnectionResetError("the caller is gone") from error
     pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return operator(uid, pid, "http")
+    return operator_of(uid, pid, "http")
 
 
-def operator(uid: int, pid: int, via: str) -> Operator:
+def operator_of(uid: int, pid: int, via: str) -> Operator:
     return Operator(user=_user(uid), uid=uid, pid=pid, host=socket.gethostname(), via=via)
 
 
@@ -217,60 +217,62 @@ class ControlServer:
             return self._malformed(408, f"the request was not whole within {self.limits.request_s:g} s")
         except ValueError as error:  # a chunked or declared body that does not add up
             return self._malformed(400, f"the body cannot be read: {error}")
-        name, who = request.match_info["verb"], caller(request)
+        name, operator = request.match_info["verb"], caller(request)
         verb = self._verbs.get(name)
         try:
             verb = find_verb(name, self._verbs)
             if request.method == "POST":
-                arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", who)
+                arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", operator)
             elif verb.effect == "change":
                 raise ConfigError(f"{verb.name} changes the run, and GET only shows", remedy="POST it")
             else:
-                arguments = arguments_from_query(verb, pairs, who)
+                arguments = arguments_from_query(verb, pairs, operator)
             if verb.effect == "read" and len(self._running) >= self.limits.num_requests:  # room to steer is left
                 served = f"{self.limits.num_requests} requests are being served"
                 raise Overloaded(served, remedy="wait for the answers of earlier ones")
         except MyxaError as error:
             self.counters["refused"] += 1
             if verb is not None and verb.effect == "change":
-                await self._note(verb, who, None, "refused", str(error))
+                await self._note(verb, operator, None, "refused", str(error))
             return error_response(error, 404 if verb is None else 0)
         try:
-            result = await self._to_its_end(self.carry_out(verb, arguments, who))
+            result = await self._to_its_end(self.carry_out(verb, arguments, operator))
         except Exception as error:  # noqa: BLE001 - it is in the log; every error is an answer to the caller
             return error_response(error)
         return _response(200, result)
 
-    async def carry_out(self, verb: Verb[Any], arguments: Record, who: Operator) -> Any:
+    async def carry_out(self, verb: Verb[Any], arguments: Record, operator: Operator) -> Any:
         """The verb's answer; a change is in the audit log. Raises what the handler raises."""
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
-            result = await self._handlers[verb](self.context, arguments, who)
+            result = await self._handlers[verb](self.context, arguments, operator)
         except MyxaError as error:
             self.counters["failed"] += 1
             # The coordinator notes what it refuses, but not what never reached it.
             if is_noted_here or (is_change and isinstance(error, CallError)):
                 outcome = "refused" if error.exit_code == ConfigError.exit_code else "failed"
-                await self._note(verb, who, arguments, outcome, str(error))
+                await self._note(verb, operator, arguments, outcome, str(error))
             raise
         except Exception as error:
             self.counters["bug"] += 1
             _log.exception("%s failed", verb.name)
             if is_change:
-                await self._note(verb, who, arguments, "failed", f"{type(error).__name__}: {error}")
+                await self._note(verb, operator, arguments, "failed", f"{type(error).__name__}: {error}")
             raise
         if is_noted_here:
             is_told = result is not None and not verb.is_secret
-            await self._note(verb, who, arguments, "done", encode(result).decode() if is_told else "")
+            await self._note(verb, operator, arguments, "done", encode(result).decode() if is_told else "")
         return result
 
-    async def _note(self, verb: Verb[Any], who: Operator, arguments: Record | None, result: str, detail: str) -> None:
+    async def _note(
+        self, verb: Verb[Any], operator: Operator, arguments: Record | None, result: str, detail: str
+    ) -> None:
         """Log what the audit log does not take: the caller gets the verb's own outcome."""
-        asked = {} if arguments is None else _noted_arguments(arguments)
+        noted = {} if arguments is None else _noted_arguments(arguments)
         record = AuditRecord(
-            number=0, wall_s=self.context.node.clock.wall(), verb=verb.name, who=who, arguments=asked, result=result,
-            detail=detail[:MAX_NOTED_CHARS], reason=str(asked.get("reason", "")),
+            number=0, wall_s=self.context.node.clock.wall(), verb=verb.name, who=operator, arguments=noted,
+            result=result, detail=detail[:MAX_NOTED_CHARS], reason=str(noted.get("reason", "")),
         )  # fmt: skip
         try:
             async with self._audit_turn:
@@ -291,9 +293,9 @@ class ControlServer:
         if not task.cancelled():
             task.exception()  # the caller has the error, if it is still there
 
-    def _malformed(self, status: int, what: str) -> web.Response:
+    def _malformed(self, status: int, cause: str) -> web.Response:
         self.counters["malformed"] += 1
-        return error_response(ConfigError(what, remedy=USAGE), status)
+        return error_response(ConfigError(cause, remedy=USAGE), status)
 
 
 def error_response(error: BaseException, status: int = 0) -> web.Response:
@@ -338,7 +340,7 @@ _BEYOND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+) - at `\$\.(\w+)`"
 _RELATIONS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 
 
-def arguments_from_body(verb: Verb[Any], body: bytes, who: Operator) -> Record:
+def arguments_from_body(verb: Verb[Any], body: bytes, operator: Operator) -> Record:
     """The verb's arguments from JSON, types checked. Raises ConfigError with a hint."""
     try:
         table: Any = msgspec.json.decode(body)
@@ -346,10 +348,10 @@ def arguments_from_body(verb: Verb[Any], body: bytes, who: Operator) -> Record:
         raise ConfigError(f"{verb.name}: that is no JSON: {error}", remedy=_taken(verb)) from None
     if not isinstance(table, dict):
         raise ConfigError(f"{verb.name}: the body must be an object of arguments", remedy=_taken(verb))
-    return _arguments(verb, cast("dict[str, Any]", table), who, strict=True)
+    return _arguments(verb, cast("dict[str, Any]", table), operator, strict=True)
 
 
-def arguments_from_query(verb: Verb[Any], pairs: list[tuple[str, str]], who: Operator) -> Record:
+def arguments_from_query(verb: Verb[Any], pairs: list[tuple[str, str]], operator: Operator) -> Record:
     """The same from the text of a URL's query: a key that is given again makes a list longer."""
     lists = {field.name for field in msgspec.structs.fields(verb.arguments) if isinstance(field.default, tuple)}
     table: dict[str, Any] = {}
@@ -358,16 +360,16 @@ def arguments_from_query(verb: Verb[Any], pairs: list[tuple[str, str]], who: Ope
             table.setdefault(name, []).append(text)
         else:
             table[name] = text
-    return _arguments(verb, table, who, strict=False)
+    return _arguments(verb, table, operator, strict=False)
 
 
-def _arguments(verb: Verb[Any], table: dict[str, Any], who: Operator, *, strict: bool) -> Record:
-    known = argument_names(verb)
-    for name in (name for name in table if name not in known):
-        hint = suggest(name[:MAX_QUOTED_CHARS], known) if known else _taken(verb)
+def _arguments(verb: Verb[Any], table: dict[str, Any], operator: Operator, *, strict: bool) -> Record:
+    names = argument_names(verb)
+    for name in (name for name in table if name not in names):
+        hint = suggest(name[:MAX_QUOTED_CHARS], names) if names else _taken(verb)
         raise ConfigError(f"{verb.name}: it takes no {name[:MAX_QUOTED_CHARS]!r}", remedy=hint)
     if WHO in verb.arguments.__struct_fields__:
-        table = {**table, WHO: who}
+        table = {**table, WHO: operator}
     try:
         return msgspec.convert(table, verb.arguments, strict=strict)
     except msgspec.ValidationError as error:
@@ -381,15 +383,15 @@ def _taken(verb: Verb[Any]) -> str:
 
 def _in_words(text: str) -> str:
     """The message about a number beyond its range, without the path into a JSON that the caller may not see."""
-    found = _BEYOND.fullmatch(text)
-    return text if found is None else f"{found[3]} must be {_RELATIONS[found[1]]} {found[2]}"
+    match = _BEYOND.fullmatch(text)
+    return text if match is None else f"{match[3]} must be {_RELATIONS[match[1]]} {match[2]}"
 
 
 def error_answer(error: BaseException) -> dict[str, str | int]:
     """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
     if not isinstance(error, MyxaError):
-        what = f"the launcher failed at this: {type(error).__name__}"
-        error = MyxaError(what, remedy="this is a bug; the launcher's log has the rest")
+        cause = f"the launcher failed at this: {type(error).__name__}"
+        error = MyxaError(cause, remedy="this is a bug; the launcher's log has the rest")
     return error.facts()
 
 

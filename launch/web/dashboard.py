@@ -29,7 +29,7 @@ from ...actors.http_guard import Head, HttpAccess, Refusal, elsewhere, same
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ..control import verbs
-from ..control.server import ControlServer, VerbContext, error_response, operator
+from ..control.server import ControlServer, VerbContext, error_response, operator_of
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table
 from ..views.report import SCRIPTS, STYLES, page_file
@@ -308,7 +308,7 @@ async def _secure(request: web.Request, answer: web.StreamResponse) -> None:
 
 
 def _this_process() -> Operator:
-    return operator(os.getuid(), os.getpid(), "dashboard")
+    return operator_of(os.getuid(), os.getpid(), "dashboard")
 
 
 def _listening(port: int) -> socket.socket:
