@@ -659,6 +659,11 @@ def _foreign(fields: _Fields, why: str) -> ModelConfig:
         name = next((name for name in names if fields.get(name) is not None), names[0])
         return fields.size(name, default)
 
+    if isinstance(fields.get("text_config"), dict):
+        raise fields.fail(
+            f"model_type {fields.get('model_type')!r} has its language model in text_config, beside other parts",
+            "use the folder of a language model alone",
+        )
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", default=1)
     layers = size("num_hidden_layers", "n_layer", "num_layers")
     if layers > MAX_LAYERS:

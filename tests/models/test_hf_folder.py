@@ -225,6 +225,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *(({"rope_scaling": rope}, named) for rope, named in ROPE),
     ({"model_type": "mamba"}, "model_type"),
     ({"model_type": ...}, "model_type"),
+    ({"model_type": "qwen3_vl", "text_config": {"hidden_size": 8}, "hidden_size": ...}, "text_config"),
     ({"hidden_size": "128"}, "hidden_size"),
     ({"hidden_size": 0}, "hidden_size"),
     ({"vocab_size": 1 << 60}, "vocab_size"),
