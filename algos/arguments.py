@@ -15,25 +15,25 @@ from ..core.suggestion import suggest
 T = TypeVar("T")
 
 
-def bind(fn: Callable[..., T], given: Mapping[str, Any], *, key: str, what: str) -> Callable[..., T]:
+def bind(fn: Callable[..., T], arguments: Mapping[str, Any], *, key: str, what: str) -> Callable[..., T]:
     """`fn` with these keyword-only arguments, of `key`; `what`: in words. Raises ConfigError for others."""
-    known = [
+    accepted = [
         name
         for name, parameter in inspect.signature(fn).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     ]
     hints = get_type_hints(fn)
-    for argument, value in given.items():
-        if argument not in known:
-            remedy = suggest(argument, known) if known else "leave it out"
+    for argument, value in arguments.items():
+        if argument not in accepted:
+            remedy = suggest(argument, accepted) if accepted else "leave it out"
             raise ConfigError(f"{key}.{argument}: {what} takes no such argument", remedy=remedy)
         _check_type(f"{key}.{argument}", value, hints[argument])
-    return partial(fn, **given) if given else fn
+    return partial(fn, **arguments) if arguments else fn
 
 
 def _check_type(key: str, value: object, hint: Any) -> None:
     if isinstance(hint, UnionType):  # with None, which a run file cannot write
-        (hint,) = (one for one in get_args(hint) if one is not NoneType)
+        (hint,) = (member for member in get_args(hint) if member is not NoneType)
     allowed = (int, float) if hint is float else (hint,)
     is_bool = isinstance(value, bool)
     if not isinstance(value, allowed) or (is_bool and hint is not bool):

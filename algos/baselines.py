@@ -68,7 +68,7 @@ def _raw(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     return rewards_S
 
 
-def _one(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
+def _ones(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     """Supervised: every demonstration counts the same."""
     return np.ones_like(rewards_S)
 
@@ -88,7 +88,7 @@ BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
     "reinforce_pp_baseline": _centred,
     "reinforce_pp": _raw,
     "ppo": _raw,
-    "sft": _one,
+    "sft": _ones,
     "dpo": _sign,
     "reward": _centred,
 }

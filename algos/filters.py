@@ -63,12 +63,12 @@ def sample_filter(name: str, args: Mapping[str, Any] | None = None) -> SampleFil
 
 
 def _built_in(
-    kind: str, known: Mapping[str, Callable[..., T]], name: str, args: Mapping[str, Any] | None
+    kind: str, functions: Mapping[str, Callable[..., T]], name: str, args: Mapping[str, Any] | None
 ) -> Callable[..., T]:
-    found = known.get(name)
-    if found is None:
+    function = functions.get(name)
+    if function is None:
         raise ConfigError(
             f'{kind} filter "{name}" is not known',
-            remedy=f"use {', '.join(sorted(known))}, or module:function for your own",
+            remedy=f"use {', '.join(sorted(functions))}, or module:function for your own",
         )
-    return bind(found, args or {}, key=f"algo.{kind}_filter_args", what=f'{kind} filter "{name}"')
+    return bind(function, args or {}, key=f"algo.{kind}_filter_args", what=f'{kind} filter "{name}"')

@@ -239,8 +239,9 @@ def value_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     and where all returns are alike, below 0 for one that is worse than a constant."""
     count = max(1.0, sums["count"])
     variance = _variance(sums["returns"], sums["returns_squared"], count)
-    left = _variance(sums["gaps"], sums["gaps_squared"], count)
-    return {"value_mean": sums["values"] / count, "explained_variance": 1.0 - left / variance if variance > 0 else 0.0}
+    unexplained = _variance(sums["gaps"], sums["gaps_squared"], count)
+    explained = 1.0 - unexplained / variance if variance > 0 else 0.0
+    return {"value_mean": sums["values"] / count, "explained_variance": explained}
 
 
 def _variance(total: float, squares: float, count: float) -> float:

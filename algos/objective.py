@@ -74,8 +74,8 @@ def objective_config(algo: AlgoConfig, minibatches: int | None = None) -> AlgoCo
 
 def supervised(config: AlgoConfig) -> AlgoConfig:
     """That of demonstrations beside other samples: cross entropy, with the same reduction."""
-    own = AlgoConfig(kind="sft", reduction=config.reduction)
-    return own.model_copy(update={"loss": "sft", "correction": "none"})
+    sft = AlgoConfig(kind="sft", reduction=config.reduction)
+    return sft.model_copy(update={"loss": "sft", "correction": "none"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,12 +59,12 @@ def _fill_bins(members: Sequence[int], num_tokens: Sequence[int], num_ranks: int
     if not members:
         return []
     alone = [[i] for i in members if num_tokens[i] > max_tokens]
-    rest = sorted((i for i in members if num_tokens[i] <= max_tokens), key=lambda i: (-num_tokens[i], i))
-    needed = len(alone) + -(-sum(num_tokens[i] for i in rest) // max_tokens)
+    packed = sorted((i for i in members if num_tokens[i] <= max_tokens), key=lambda i: (-num_tokens[i], i))
+    needed = len(alone) + -(-sum(num_tokens[i] for i in packed) // max_tokens)
     count = max(1, -(-needed // num_ranks)) * num_ranks
     while True:
         # Ends: with a bin for every sample nothing can exceed the limit.
-        bins = _longest_first(rest, num_tokens, count - len(alone), max_tokens)
+        bins = _longest_first(packed, num_tokens, count - len(alone), max_tokens)
         if bins is not None:
             return alone + bins
         count += num_ranks

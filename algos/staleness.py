@@ -27,7 +27,7 @@ engines, by the invariant
    `e + 1 - B*s <= N + B*(a - s) <= (eta + 1)*B + B*(a - s)` groups are open, and only d >= a + eta concern it.
 2. Groups that are dropped, or turn out younger, only lower the counts. A group that is handed back without tokens is
    due at no step until it restarts, which is allowed if I holds afterwards (`_fits`); with tokens it keeps its step.
-3. A step takes B groups so that I(s + 1) holds and nothing due at s is left: `_chosen` sees to that. If all open
+3. A step takes B groups so that I(s + 1) holds and nothing due at s is left: `_choose` sees to that. If all open
    groups are ready it succeeds: I(s) is the condition under which earliest deadline first succeeds.
 
 So every group is taken by `a + eta`. It needs `N + W <= (eta + 1)*B + 1`, and `N >= B`, or no batch could ever be full.
@@ -205,19 +205,19 @@ class Policy:
         if self.name == "drop":  # what is too old is dropped by the caller's sweep
             return [e.group_id for e in line if e.stage is LineStage.READY][: self.batch_size]
         near = self._in_window(line) if self.name == "pace" else None
-        chosen = _chosen(line, step, self, near) if near is not None else None
-        return chosen or _chosen(line, step, self)
+        claim = _choose(line, step, self, near) if near is not None else None
+        return claim or _choose(line, step, self)
 
     def _in_window(self, line: GroupLine) -> list[LineEntry] | None:
-        chosen: list[LineEntry] = []
+        entries: list[LineEntry] = []
         limit = NO_TOKEN
         for index, entry in enumerate(line, line.base):
             if index >= limit:
                 return None
             if entry.stage is LineStage.READY:
-                chosen.append(entry)
-                if len(chosen) == self.batch_size:
-                    return chosen
+                entries.append(entry)
+                if len(entries) == self.batch_size:
+                    return entries
             elif entry.stage is not LineStage.TAKEN and limit == NO_TOKEN:
                 limit = index + self.window  # head stops here: everything older is taken by this very batch
         return None
@@ -242,45 +242,45 @@ def _fits(line: GroupLine, due: int, next_step: int, rules: Policy, *, leaving: 
     )
 
 
-def _chosen(line: GroupLine, step: int, rules: Policy, wanted: Sequence[LineEntry] | None = None) -> list[int] | None:
-    """A batch after which I(step + 1) holds: `wanted`, or the earliest due of those that are ready; None: there is none
+def _choose(line: GroupLine, step: int, rules: Policy, window: Sequence[LineEntry] | None = None) -> list[int] | None:
+    """A batch after which I(step + 1) holds: `window`, or the earliest due of those that are ready; None: there is none
     yet. At least a batch is ready."""
-    if wanted is None:
+    if window is None:
         ready = sorted(
             (e for e in line if e.stage is LineStage.READY), key=lambda e: e.version
         )  # stable: dispatch order
-        chosen = ready[: rules.batch_size]
+        claim = ready[: rules.batch_size]
     else:
-        chosen = list(wanted)
-    taken = {entry.group_id for entry in chosen}
+        claim = list(window)
+    claimed_ids = {entry.group_id for entry in claim}
     unfinished = Counter(e.version for e in line if e.stage is not LineStage.READY and _has_deadline(e))
-    if not unfinished and wanted is None:
-        return [entry.group_id for entry in chosen]
-    left = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in taken)
-    newest = max(entry.version for entry in chosen)
+    if not unfinished and window is None:
+        return [entry.group_id for entry in claim]
+    num_due_of = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in claimed_ids)
+    newest = max(entry.version for entry in claim)
     num_due = num_unfinished = 0
-    for version in sorted(left):
-        num_due += left[version]
+    for version in sorted(num_due_of):
+        num_due += num_due_of[version]
         num_unfinished += unfinished[version]
         room = max(0, version + rules.max_staleness - step) * rules.batch_size
         # After a retune I may not hold at all: then waiting helps only if an older group is still under way and would
         # push out a younger one.
-        if num_due > room and (wanted is not None or (num_unfinished and newest > version)):
+        if num_due > room and (window is not None or (num_unfinished and newest > version)):
             return None
-    return [entry.group_id for entry in chosen]
+    return [entry.group_id for entry in claim]
 
 
 def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0) -> Policy:
     """The policy of that name. `window` is W of `pace`; 0 chooses it. Raises ConfigError for impossible numbers."""
     if name == "pace":
-        chosen = window or default_window(max_staleness, batch_size)
+        size = window or default_window(max_staleness, batch_size)
         limit = max_staleness * batch_size + 1
-        if not 1 <= chosen <= limit:
+        if not 1 <= size <= limit:
             raise ConfigError(
                 f"async.window is {window}, but may be 1 to {limit} at this max_staleness and batch_size",
                 remedy="leave it 0 to have it chosen",
             )
-        return Policy(name, max_staleness, batch_size, chosen)
+        return Policy(name, max_staleness, batch_size, size)
     if name in ("wait", "drop"):
         return Policy(name, max_staleness, batch_size)
     raise ConfigError(f"async.policy is {name!r}", remedy=f"choose one of {', '.join(POLICIES)}")
@@ -404,14 +404,14 @@ class Admission:
         if step != self.next_step:
             raise StalenessError(f"step {step} asks for a batch, but the next step is {self.next_step}")
         overdue = self._sweep(step)
-        chosen = self.rules.choose(self._line, step)
-        if chosen is None:
+        claim = self.rules.choose(self._line, step)
+        if claim is None:
             return Selection(overdue=overdue)
-        for group_id in chosen:
+        for group_id in claim:
             self._check(self._line.get(group_id), step)
-        self._line.take(chosen)
+        self._line.take(claim)
         self.next_step = step + 1
-        return Selection(claim=tuple(chosen), overdue=overdue + self._sweep(step + 1))
+        return Selection(claim=tuple(claim), overdue=overdue + self._sweep(step + 1))
 
     def trained(self, step: int) -> None:
         if step >= self.next_step:
@@ -473,17 +473,17 @@ class Admission:
             return ()
         self._swept_for = step  # nothing ages between two events that reset this
         oldest = step - self.max_staleness
-        found: list[int] = []
+        overdue: list[int] = []
         for entry in self._line:
             if entry.stage is LineStage.TAKEN:
                 continue
             # One without a token has nothing to lose, and would overtake those in front of it, which are drawn again.
-            is_behind = found and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN
+            is_behind = overdue and entry.stage is LineStage.WAITING and entry.version == NO_TOKEN
             if entry.version < oldest or is_behind:
-                found.append(entry.group_id)
-        for group_id in found:
+                overdue.append(entry.group_id)
+        for group_id in overdue:
             self._line.remove(group_id)
-        return tuple(found)
+        return tuple(overdue)
 
     def _check(self, entry: LineEntry, step: int) -> None:
         lag = step - entry.version
@@ -496,5 +496,5 @@ class Admission:
 
 def _expect(entry: LineEntry, *stages: LineStage) -> None:
     if entry.stage not in stages:
-        wanted = " or ".join(stage.value for stage in stages)
-        raise StalenessError(f"group {entry.group_id} is {entry.stage.value}, expected {wanted}")
+        expected = " or ".join(stage.value for stage in stages)
+        raise StalenessError(f"group {entry.group_id} is {entry.stage.value}, expected {expected}")

@@ -71,17 +71,17 @@ def built(
 
 def _compile(source: Path, target: Path, command: list[str], timeout_s: float, remedy: str) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as folder:
-        made = Path(folder) / target.name
+        partial = Path(folder) / target.name
         try:
-            done = subprocess.run(
-                [*command, "-o", str(made)], capture_output=True, text=True, timeout=timeout_s, check=False
+            result = subprocess.run(
+                [*command, "-o", str(partial)], capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise MemoryFault(f"{command[0]} did not build {source.name}: {error}", remedy=remedy) from error
-        if done.returncode:
-            lines = done.stderr.splitlines()
+        if result.returncode:
+            lines = result.stderr.splitlines()
             errors = [line for line in lines if "error" in line][:5] or lines[-5:]
             raise MemoryFault(
-                f"{command[0]} cannot compile {source.name} ({done.returncode}): " + " | ".join(errors), remedy=remedy
+                f"{command[0]} cannot compile {source.name} ({result.returncode}): " + " | ".join(errors), remedy=remedy
             )
-        made.replace(target)
+        partial.replace(target)

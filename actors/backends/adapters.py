@@ -34,8 +34,8 @@ class Adapters:
         self.scale = lora.alpha / lora.rank
         self.is_on = True
         self._rank, self._seed = lora.rank, seed
-        given = read_adapter(lora, matrices) if lora.path else {}
-        self._given = {name: from_bytes(array).float() for name, array in given.items()}
+        arrays = read_adapter(lora, matrices) if lora.path else {}
+        self._given = {name: from_bytes(array).float() for name, array in arrays.items()}
 
     def first(self, name: str) -> tuple[Tensor, Tensor]:
         """float32 A [rank, columns] and B [rows, rank] to begin with: those that were given, else A at random, B zero.
@@ -100,12 +100,12 @@ class TorchAdapters(Adapters):
         # The product adds to `rows` itself: no more large tensors, and half as many kernels to compile.
         return torch.addmm(rows, low, module.lora_B.to(x.dtype).t(), alpha=self.scale).reshape(output.shape)
 
-    def merged(self, name: str, weight: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def merged(self, name: str, weight: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """A weight, put together from all ranks' parts, as engines get it. Collective."""
         module: Any = self._modules.get(name.removesuffix(".weight"))
         if module is None or not name.endswith(".weight"):
             return weight
-        return merged(weight, whole(module.lora_A.detach()), whole(module.lora_B.detach()), self.scale)
+        return merged(weight, gather(module.lora_A.detach()), gather(module.lora_B.detach()), self.scale)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

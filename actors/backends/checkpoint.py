@@ -94,25 +94,25 @@ class PendingCheckpoint:
 
     def finish(self) -> None:
         """Once every rank has written: the folder appears. Collective; an older checkpoint there stays until then."""
-        world, own = self._world, list[FileEntry]()
+        world, entries = self._world, list[FileEntry]()
         with world.together(self._what):
             if self._entries is None:
                 raise TrainError(f"rank {world.rank} has not written its part", remedy="call write() first")
             if self._content.shards is not None:
                 self._content.shards.finish()
-            own = [self._entries.get(path.name) or describe_file(path) for path in self._files()]
-        said = world.exchange(msgspec.json.encode(own).decode())
+            entries = [self._entries.get(path.name) or describe_file(path) for path in self._files()]
+        texts = world.exchange(msgspec.json.encode(entries).decode())
         with world.together(self._what):
             if world.rank == 0:
-                files = [entry for text in said for entry in msgspec.json.decode(text, type=list[FileEntry])]
+                files = [entry for text in texts for entry in msgspec.json.decode(text, type=list[FileEntry])]
                 commit(self._target, msgspec.structs.replace(self._manifest, files=tuple(files)))
 
     def _files(self) -> list[Path]:
         """What this rank wrote, rank 0 for all of them; not what another rank has under way and will rename:
         safetensors gives it a name that begins with .tmp, torch one that ends so."""
         names = sorted(path.name for path in self._partial.iterdir() if not path.name.startswith(".tmp"))
-        mine = [name for name in names if not name.endswith(".tmp") and _writer_of(name) == self._world.rank]
-        return [self._partial / name for name in mine]
+        own_names = [name for name in names if not name.endswith(".tmp") and _writer_of(name) == self._world.rank]
+        return [self._partial / name for name in own_names]
 
 
 def _writer_of(name: str) -> int:
@@ -135,11 +135,11 @@ class TrainingState(ABC):
     def begin_save(self, folder: str | Path, extra: Mapping[str, Any]) -> PendingCheckpoint:
         """Copy everything away. Collective."""
         version = self.reference.version if self.reference else 0
-        own = Manifest(
+        manifest = Manifest(
             format=FORMAT, model=identity_of(self.model), world_size=self.world.size, files=(),
             num_updates=self.policy.num_updates, extra=dict(extra), reference_version=version, lora=dict(self.lora),
         )  # fmt: skip
-        return PendingCheckpoint(folder, self.world, msgspec.structs.replace(own, **self.facts()), self.copy)
+        return PendingCheckpoint(folder, self.world, msgspec.structs.replace(manifest, **self.facts()), self.copy)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restore what a trainer saved; returns `extra`. Collective. Raises on every rank, before anything is changed,
@@ -147,8 +147,8 @@ class TrainingState(ABC):
         each rank. A TrainError while it is restored leaves a part restored: then only another load makes a state of it
         that may be trained."""
         path, manifest = agreed_checkpoint(self.world, folder, self._check)
-        what = f"loading checkpoint {path}"
-        with self.world.together(what), of_a_checkpoint(what):
+        action = f"loading checkpoint {path}"
+        with self.world.together(action), of_a_checkpoint(action):
             if self.reference is not None:
                 self.reference.version = manifest.reference_version
             self.restore(path, manifest)
@@ -182,11 +182,11 @@ def agreed_checkpoint(
     """The folder that rank 0 finds at `place`, and its manifest. Collective. Raises on every rank: TornCheckpoint if
     anything is not as it was written, TrainError if there is none, if `check` refuses it, or if ranks see different
     checkpoints there."""
-    named = torn = digest = ""
+    rank0_path = torn = digest = ""
     with world.together(f"loading checkpoint {place}"):
         if world.rank == 0:
-            named = str(find_checkpoint(place))
-    folder = Path(world.exchange(named)[0])
+            rank0_path = str(find_checkpoint(place))
+    folder = Path(world.exchange(rank0_path)[0])
     manifests: list[Manifest] = []
     with world.together(f"loading checkpoint {folder}"):
         try:
@@ -196,15 +196,15 @@ def agreed_checkpoint(
             digest = digest_of_manifest(folder)
         except TornCheckpoint as error:
             torn = error.message
-    for rank, said in enumerate(world.exchange(torn)):
-        if said:
-            raise world.agreed(TornCheckpoint(f"rank {rank}: {said}", remedy="use an older one"))
+    for rank, message in enumerate(world.exchange(torn)):
+        if message:
+            raise world.agreed(TornCheckpoint(f"rank {rank}: {message}", remedy="use an older one"))
     digests = world.exchange(digest)
     if len(set(digests)) > 1:
-        seen = "; ".join(f"rank {rank}: manifest {one[:12]}" for rank, one in enumerate(digests))
+        differences = "; ".join(f"rank {rank}: manifest {text[:12]}" for rank, text in enumerate(digests))
         raise world.agreed(
             TrainError(
-                f"ranks see different checkpoints in {folder}: {seen}",
+                f"ranks see different checkpoints in {folder}: {differences}",
                 remedy="is it on a file system that all ranks share?",
             )
         )
@@ -212,14 +212,14 @@ def agreed_checkpoint(
 
 
 @contextmanager
-def of_a_checkpoint(what: str) -> Generator[None]:
+def of_a_checkpoint(action: str) -> Generator[None]:
     """Raise TrainError for a file that cannot be read or written: a ModelError would say that the configuration is
     wrong, and the run would not retry."""
     try:
         yield
     except (ModelError, OSError) as error:
         cause = error.message if isinstance(error, ModelError) else str(error)
-        raise TrainError(f"{what}: {cause}", remedy="check disk and rights; another attempt may do") from error
+        raise TrainError(f"{action}: {cause}", remedy="check disk and rights; another attempt may do") from error
 
 
 RNG_CPU, RNG_CUDA = "rng/cpu", "rng/cuda"
@@ -231,8 +231,8 @@ def random_state(device: torch.device) -> Iterator[tuple[str, Tensor]]:
         yield RNG_CUDA, torch.cuda.get_rng_state(device)
 
 
-def restore_random(own: Mapping[str, NamedArray], device: torch.device) -> None:
-    if RNG_CPU in own:
-        torch.set_rng_state(from_bytes(own[RNG_CPU]))
-    if RNG_CUDA in own and device.type == "cuda":
-        torch.cuda.set_rng_state(from_bytes(own[RNG_CUDA]), device)
+def restore_random(tensors: Mapping[str, NamedArray], device: torch.device) -> None:
+    if RNG_CPU in tensors:
+        torch.set_rng_state(from_bytes(tensors[RNG_CPU]))
+    if RNG_CUDA in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(from_bytes(tensors[RNG_CUDA]), device)

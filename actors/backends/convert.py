@@ -54,7 +54,7 @@ def convert(
     checkpoint, or one of another model or of other names, ModelError for a bad model folder, for a target that holds
     something."""
     target, config = _empty(folder), read_config(model)
-    path, manifest, config = _described(checkpoint, config)
+    path, manifest, config = _describe(checkpoint, config)
     if adapter and not manifest.lora:
         raise TrainError(f"checkpoint {path} has no adapters: it holds all weights", remedy="leave --adapter out")
     if manifest.lora:
@@ -66,14 +66,14 @@ def convert(
         base = adapter_facts(LoraConfig(rank=1), model)["base"]
         check_facts(path, manifest.lora, {**manifest.lora, "base": base})
     read = _read_adapters(path, manifest) if adapter else _read(path, manifest, config, Path(model))
-    found = {name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]])) for name, tensor in read}
-    names = sorted(found) if adapter else list(config.tensor_shapes())
-    if missing := next((name for name in names if name not in found), ""):
+    weights = {name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]])) for name, tensor in read}
+    names = sorted(weights) if adapter else list(config.tensor_shapes())
+    if missing := next((name for name in names if name not in weights), ""):
         raise TrainError(
             f'{path} holds no {missing}: with trainer.impl = "hf" weights keep the names that transformers gives them',
             remedy="resume the run from it with trainer.export_at_end = true, or name its model with --model",
         )
-    tensors = named_arrays((file_name(name) if adapter else name, found[name]) for name in names)
+    tensors = named_arrays((file_name(name) if adapter else name, weights[name]) for name in names)
     name = tensors[0].spec.dtype
     try:
         if adapter:
@@ -89,7 +89,7 @@ def convert(
         "backend": manifest.backend,
         "num_updates": manifest.num_updates,
         "num_tensors": len(tensors),
-        "num_parameters": sum(tensor.numel() for tensor in found.values()),
+        "num_parameters": sum(tensor.numel() for tensor in weights.values()),
         "dtype": name,
     }
 
@@ -118,11 +118,13 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
             check_tensors(config, arrays, str(model))
         rule = Fp8Rule(frozenset(filter(IN_FP8.search, config.tensor_shapes())), FP8_BLOCK)
         tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
-        found = list(rule.apply((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors))
-    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
-    source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": said}
-    write_folder(target, source, named_arrays(found), tokenizer_from=model)
-    return {"folder": str(target), "num_tensors": len(found), "num_parameters": config.num_parameters, "dtype": "fp8"}
+        sent = ((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors)
+        quantised = list(rule.apply(sent))
+    facts = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
+    source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": facts}
+    write_folder(target, source, named_arrays(quantised), tokenizer_from=model)
+    sizes = {"num_tensors": len(quantised), "num_parameters": config.num_parameters}
+    return {"folder": str(target), **sizes, "dtype": "fp8"}
 
 
 ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -148,7 +150,7 @@ def foreign_checkpoint(place: str | Path) -> Path | None:
     return path
 
 
-def _described(checkpoint: str | Path, config: ModelConfig) -> tuple[Path, Manifest, ModelConfig]:
+def _describe(checkpoint: str | Path, config: ModelConfig) -> tuple[Path, Manifest, ModelConfig]:
     """A checkpoint's folder, what it says of itself, and the model that it is of, with digests compared; that of
     another program says little."""
     if path := foreign_checkpoint(checkpoint):
@@ -224,7 +226,7 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
     """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
     Raises TrainError naming the parameter that is missing or that no rule knows."""
     shapes, family = config.tensor_shapes(), family_of(config.model_type)
-    kept = ("embedding.", "decoder.", "output_layer.", *(("after_next.",) if config.has_mtp else ()))
+    prefixes = ("embedding.", "decoder.", "output_layer.", *(("after_next.",) if config.has_mtp else ()))
 
     def rule_of(key: str) -> tuple[re.Match[str] | None, Rule]:
         match = _LAYERS.fullmatch(_AFTER_NEXT.sub(f"decoder.layers.{config.num_layers}.", key))
@@ -233,7 +235,7 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
         )
 
     def is_weight(key: str) -> bool:
-        if not key.startswith(kept) or key.endswith(COUNTERS):
+        if not key.startswith(prefixes) or key.endswith(COUNTERS):
             return False
         return not (rule_of(key)[1].names == (HEAD,) and config.tie_word_embeddings)
 
@@ -292,13 +294,13 @@ class ShardReader(FileSystemReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         place = Path(cast(Any, self).path) / INDEX
         try:
-            found = IndexReader(BytesIO(read_regular(place, MAX_INDEX_BYTES))).load()
-            files = {str(entry.relative_path) for entry in cast("dict[Any, Any]", found.storage_data).values()}
+            metadata = IndexReader(BytesIO(read_regular(place, MAX_INDEX_BYTES))).load()
+            files = {str(entry.relative_path) for entry in cast("dict[Any, Any]", metadata.storage_data).values()}
             if outside := next((name for name in files if Path(name).name != name), ""):
                 raise ValueError(f"it names the file {outside!r}")
         except Exception as error:  # of any kind: the format is torch's
             raise TrainError(f"cannot read {place}: {error}", remedy="use another checkpoint") from error
-        return found
+        return metadata
 
 
 def _read_shards(reader: FileSystemReader, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
@@ -307,11 +309,11 @@ def _read_shards(reader: FileSystemReader, wants: Callable[[str], bool]) -> Iter
     for key, entry in index.items():
         if not hasattr(entry, "size") or not wants(key):
             continue
-        whole = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        tensor = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that one process reads is the point
-            cast(Any, checkpoint).load({key: whole}, storage_reader=reader, no_dist=True)
-        yield key, whole
+            cast(Any, checkpoint).load({key: tensor}, storage_reader=reader, no_dist=True)
+        yield key, tensor
 
 
 def _parts(match: re.Match[str] | None, tensor: Tensor, has_experts: bool) -> Iterator[tuple[str, Tensor]]:

@@ -54,13 +54,13 @@ class RankOffload:
     def restore(self, tags: Collection[Tag]) -> int:
         self.arrived()
         self._vacate()
-        known = self._known(tags)
-        awaited: list[Tag] = [tag for tag in known if tag not in OPTIMIZER_PARTS]
+        own_tags = self._known(tags)
+        awaited: list[Tag] = [tag for tag in own_tags if tag not in OPTIMIZER_PARTS]
         away: dict[Tag, TagReport] = {
-            r.tag: r for r in self.report() if r.tag in known and r.backing in ("host", "discarded")
+            r.tag: r for r in self.report() if r.tag in own_tags and r.backing in ("host", "discarded")
         }
-        coming = self._memory().begin_restore(known, awaited=awaited)
-        self._coming = {tag: coming for tag in known if tag in OPTIMIZER_PARTS}
+        coming = self._memory().begin_restore(own_tags, awaited=awaited)
+        self._coming = {tag: coming for tag in own_tags if tag in OPTIMIZER_PARTS}
         for tag in awaited:
             coming.wait(tag)
         self._came_back(away)

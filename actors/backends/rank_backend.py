@@ -137,22 +137,22 @@ class Exporter:
         self.world.agree(failure, f"exporting to {folder}")
 
     def _arrays(self, dtype: torch.dtype, buffers: dict[str, Tensor]) -> list[NamedArray]:
-        found: dict[str, Tensor] = {}
-        for name, whole in self.tensors(self.has_stages):
+        on_host: dict[str, Tensor] = {}
+        for name, weight in self.tensors(self.has_stages):
             if self.world.rank != 0:
                 continue
-            tensor = whole.detach().to(sent_type(name, dtype))
+            tensor = weight.detach().to(sent_type(name, dtype))
             if tensor.device.type == "cpu":
-                found[name] = tensor
+                on_host[name] = tensor
                 continue
             if name not in buffers:
                 buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            found[name] = buffers[name].copy_(tensor, non_blocking=True)
+            on_host[name] = buffers[name].copy_(tensor, non_blocking=True)
         if self.world.rank != 0:
             return []
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)  # copies to pinned memory are under way until now
-        return named_arrays((name, found[name]) for name in self.config.tensor_shapes())
+        return named_arrays((name, on_host[name]) for name in self.config.tensor_shapes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ class RankBackend(Generic[C]):
         parts = self._ready()
         settings = parts.stepper.settings_for(knobs)
         if self._config.trainer.impl == "own":
-            longest = max((len(one.prompt_ids) + len(one.response_ids) for one in shard.samples), default=0)
+            longest = max((len(sample.prompt_ids) + len(sample.response_ids) for sample in shard.samples), default=0)
             parts.exporter.config.require_window(f"trainer rank {self._config.gang.rank}", max(longest, 1))
         with parts.world.phase(f"train step {shard.step}"):
             return parts.stepper.train(shard, settings)

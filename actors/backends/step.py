@@ -68,9 +68,9 @@ class Stepper:
 
     def settings_for(self, knobs: dict[str, float]) -> StepSettings:
         """The settings with live values put in; needs no other rank. Raises ConfigError for impossible ones."""
-        own = self.reference
-        can_renew = own is not None and own.can_renew
-        return with_knobs(self.settings, knobs, has_reference=own is not None, can_renew=can_renew)
+        reference = self.reference
+        can_renew = reference is not None and reference.can_renew
+        return with_knobs(self.settings, knobs, has_reference=reference is not None, can_renew=can_renew)
 
     def train(self, shard: TrainShard, settings: StepSettings) -> StepStats:
         """One update per mini-batch and epoch; returns metrics, equal on all ranks except for times, and what is shown.
@@ -79,7 +79,7 @@ class Stepper:
         started_s = self.clock.monotonic()
         step = TrainingStep.begin(shard, settings)
         if shard.is_held_out:
-            return StepStats(metrics=self._look(step, started_s))
+            return StepStats(metrics=self._evaluate(step, started_s))
         minibatches = self.policy.cut(step.shard, skips_neutral=skips_neutral(step.objective))
         self._score_before(step, minibatches)
         for number, micros in list(enumerate(minibatches)) * settings.algo.epochs:
@@ -89,21 +89,21 @@ class Stepper:
                     for model in self._models:
                         model.forget_gradients()
                     raise self.policy.world.agreed(problem)
-        version, every = shard.step + 1, settings.algo.ref_update_every
-        if self.reference is not None and every and version % every == 0:
+        version, period = shard.step + 1, settings.algo.ref_update_every
+        if self.reference is not None and period and version % period == 0:
             self.reference.renew(self.policy, version)
         return StepStats(metrics=self._metrics(step, minibatches, started_s))
 
     @torch.no_grad()
-    def _look(self, step: TrainingStep, started_s: float) -> dict[str, float]:
+    def _evaluate(self, step: TrainingStep, started_s: float) -> dict[str, float]:
         """Loss and metrics under the weights as they are."""
         minibatches = self.policy.cut(step.shard, skips_neutral=False)
         self._score_before(step, minibatches)
         for number, micros in enumerate(minibatches):
             scores = self.policy.score([micro.layout for micro in micros])
             normalisers = step.normalisers(number)
-            for micro, said in zip(micros, scores, strict=False):  # none on ranks that do not score
-                step.policy_loss(micro, said, normalisers, step.tally, is_first=False)
+            for micro, micro_scores in zip(micros, scores, strict=False):  # none on ranks that do not score
+                step.policy_loss(micro, micro_scores, normalisers, step.tally, is_first=False)
             step.num_updates += 1
         return self._metrics(step, minibatches, started_s)
 
@@ -152,7 +152,7 @@ class Stepper:
         for learner in learners:
             if not learner.is_held:
                 learner.norm = learner.model.gradient_norm()
-        problem = self._trouble(step, learners, micros, f"step {step.shard.step}, mini-batch {number}")
+        problem = self._fault(step, learners, micros, f"step {step.shard.step}, mini-batch {number}")
         if problem is not None:
             return problem
         rates = [learning_rate(settings, self.policy.num_updates, step.settings.total_updates)]
@@ -181,37 +181,37 @@ class Stepper:
             learners.append(Learner(critic.model, critic_loss, name="critic_"))
         return learners
 
-    def _trouble(self, step: TrainingStep, learners: Sequence[Learner], micros: Micros, place: str) -> MyxaError | None:
+    def _fault(self, step: TrainingStep, learners: Sequence[Learner], micros: Micros, place: str) -> MyxaError | None:
         """What any rank found to be wrong with any model, in the words of all; None if all is well. Collective."""
-        own = [step.failure is not None]
+        flags = [step.failure is not None]
         for learner in learners:
-            own += [learner.bad_loss >= 0, not bool(torch.isfinite(learner.norm))]
-        has_failed, *found = floats(self.policy.world.max(torch.tensor(own, dtype=torch.float32)))
+            flags += [learner.bad_loss >= 0, not bool(torch.isfinite(learner.norm))]
+        has_failed, *faults = floats(self.policy.world.max(torch.tensor(flags, dtype=torch.float32)))
         if has_failed:
             return failure_of_all(self.policy.world, step.failure, place)
         for k, learner in enumerate(learners):
             whose = "critic's " if learner.name else ""
-            if found[2 * k]:
+            if faults[2 * k]:
                 return self._accuse(f"{whose}loss", place, learner.bad_loss, micros)
-            if found[2 * k + 1]:
+            if faults[2 * k + 1]:
                 return self._bad_gradient(learner, micros, f"{whose}gradient", place)
         return None
 
-    def _accuse(self, what: str, place: str, bad: int, micros: Micros) -> TrainError | None:
-        named = bad if self.policy.is_teller else -1
-        return accusation(self.policy.world, what, place, named, micros[bad].group_ids if bad >= 0 else ())
+    def _accuse(self, quantity: str, place: str, bad: int, micros: Micros) -> TrainError | None:
+        accused = bad if self.policy.is_teller else -1
+        return accusation(self.policy.world, quantity, place, accused, micros[bad].group_ids if bad >= 0 else ())
 
-    def _bad_gradient(self, learner: Learner, micros: Micros, what: str, place: str) -> TrainError:
+    def _bad_gradient(self, learner: Learner, micros: Micros, quantity: str, place: str) -> TrainError:
         """All losses are finite but the gradient is not: the passes one by one again, to find the first micro-batch
         that it comes from. A pipeline sums gradients over replicas as they are made: the micro-batches of one round are
         then accused together."""
         bad = -1
         for number, micro in enumerate(micros):
-            learner.passes(self.policy.filled_up(micro), MetricSums())
+            learner.passes(self.policy.fill_up(micro), MetricSums())
             if not learner.model.has_finite_gradient() and bad < 0:
                 bad = number
-        return self._accuse(what, place, bad, micros) or TrainError(
-            f"{place}: the {what} is not a finite number, though that of every micro-batch is",
+        return self._accuse(quantity, place, bad, micros) or TrainError(
+            f"{place}: the {quantity} is not a finite number, though that of every micro-batch is",
             remedy="lower the learning rate or the loss: their sum overflows",
         )
 
@@ -220,9 +220,9 @@ class Stepper:
         tally_counts(step.tally, step.shard, [micro for minibatch in minibatches for micro in minibatch])
         name_metrics_alike(self.policy.world, step.tally, step.settings.functions)
 
-        own = step.tally.reduced(self.policy.replicas) if self.policy.is_scoring else ()
-        said = self.policy.world.exchange(json.dumps(own) if own else "")
-        sums, maxima = json.loads(next(text for text in said if text))  # all that score say the same
+        totals = step.tally.reduced(self.policy.replicas) if self.policy.is_scoring else ()
+        texts = self.policy.world.exchange(json.dumps(totals) if totals else "")
+        sums, maxima = json.loads(next(text for text in texts if text))  # all that score say the same
         values = take_metrics(sums)
         metrics = {**report(sums, maxima, step.num_updates, self.clock.monotonic() - started_s), **values}
         metrics["train/num_updates"] = float(self.policy.num_updates)

@@ -46,27 +46,27 @@ def fused(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor of rows; sizes may change call by
     call. What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes
     from that too."""
-    chosen: list[Callable[P, R]] = []
+    compiled: list[Callable[P, R]] = []
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         rows = cast(Tensor, args[0])
         if not rows.is_cuda or rows.shape[0] < 2:  # Dynamo compiles once more for no row, and for one
             return fn(*args, **kwargs)
-        if not chosen:
+        if not compiled:
             limits: Any = import_module("torch._dynamo.config")
             limits.recompile_limit = max(limits.recompile_limit, MAX_KINDS)
-            chosen.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
+            compiled.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
         try:
-            return chosen[0](*args, **kwargs)
+            return compiled[0](*args, **kwargs)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:  # the base of all that Dynamo and Inductor raise
-            if chosen[0] is fn:
+            if compiled[0] is fn:
                 raise
             reason = str(error).strip().partition("\n")[0]
             _log.warning("%s runs uncompiled, which costs memory and time: %s", fn.__qualname__, reason)
-            chosen[0] = fn
+            compiled[0] = fn
         return fn(*args, **kwargs)
 
     return run
@@ -142,12 +142,12 @@ def score_tokens(
 ) -> TokenScores:
     """The same with the whole vocabulary on this rank. `kept_MK` (int64, filled up with -1): log-probs are those of a
     softmax over these tokens, over all in a row of -1; entropies are of all tokens."""
-    whole = VocabSlice(0, head_Vh.shape[0], None)
+    vocab = VocabSlice(0, head_Vh.shape[0], None)
     scores_M2 = score_rows(
         hidden_Mh,
         head_Vh,
         targets_M,
-        whole,
+        vocab,
         temperature,
         needs_entropy_grad=needs_entropy_grad,
         keeps_logits=keeps_logits,
@@ -213,9 +213,9 @@ class _ScoreRows(Function):
         grad_hidden_Mh = torch.empty_like(hidden_Mh)
         chunks = list(_chunks(hidden_Mh.shape[0], num_rows, head.device))
         products = chunks if kept_MV is None else [slice(0, len(hidden_Mh))]
-        many = len(products) > 1  # sums of several chunks are kept in float32, whatever the type of the weights
-        is_trained = ctx.needs_input_grad[1]
-        grad_head_Vh = torch.zeros_like(head_Vh, dtype=torch.float32 if many else head_Vh.dtype) if is_trained else None
+        # sums of several chunks are kept in float32, whatever the type of the weights
+        sum_type = torch.float32 if len(products) > 1 else head_Vh.dtype
+        grad_head_Vh = torch.zeros_like(head_Vh, dtype=sum_type) if ctx.needs_input_grad[1] else None
 
         def turn(logits_CV: Tensor, rows: slice) -> None:
             entropy_C = scores_M2[rows, 1] if needs_entropy_grad else None
@@ -238,9 +238,9 @@ class _ScoreRows(Function):
 
 
 def _chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
-    each = max(1, CHUNK_LOGITS[device.type] // max(1, vocab_size))
-    for start in range(0, num_rows, each):
-        yield slice(start, min(num_rows, start + each))
+    chunk_rows = max(1, CHUNK_LOGITS[device.type] // max(1, vocab_size))
+    for start in range(0, num_rows, chunk_rows):
+        yield slice(start, min(num_rows, start + chunk_rows))
 
 
 def _in_rows(temperature: Temperature, rows: slice) -> Temperature | None:

@@ -42,29 +42,29 @@ Matrices = Mapping[str, tuple[int, int]]
 
 def adapted_matrices(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> Matrices:
     """Weights (name -> shape) that get one. Raises ConfigError for an unknown target, and for experts."""
-    known = {name[: -len(".weight")]: shape for name, shape in shapes.items() if _is_matrix(name, shape)}
-    takes_all, chosen = lora.target_modules == ALL_LINEAR, dict[str, tuple[int, int]]()
+    matrices = {name[: -len(".weight")]: shape for name, shape in shapes.items() if _is_matrix(name, shape)}
+    takes_all, adapted = lora.target_modules == ALL_LINEAR, dict[str, tuple[int, int]]()
     for target in ("",) if takes_all else lora.target_modules:
-        mine = {name: shape for name, shape in known.items() if takes_all or name.rpartition(".")[2] == target}
-        if not mine:
+        matching = {name: shape for name, shape in matrices.items() if takes_all or name.rpartition(".")[2] == target}
+        if not matching:
             raise ConfigError(
                 f'lora.target_modules: "{target}" is no matrix of the model\'s layers',
-                remedy=suggest(target, {name.rpartition(".")[2] for name in known}),
+                remedy=suggest(target, {name.rpartition(".")[2] for name in matrices}),
             )
-        chosen |= {name: (shape[0], shape[1]) for name, shape in mine.items()}
-    experts = any(EXPERTS.search(f"{name}.weight") for name in chosen)
+        adapted |= {name: (shape[0], shape[1]) for name, shape in matching.items()}
+    experts = any(EXPERTS.search(f"{name}.weight") for name in adapted)
     if experts or (takes_all and any(".experts." in name for name in shapes)):
         raise ConfigError(
             "lora.target_modules: experts and their routers get no adapters yet",
             remedy='name matrices of attention: ["q_proj", "k_proj", "v_proj", "o_proj"]',
         )
-    name, smallest = min(((name, min(shape)) for name, shape in chosen.items()), key=lambda one: one[1])
+    name, smallest = min(((name, min(shape)) for name, shape in adapted.items()), key=lambda item: item[1])
     if lora.rank > smallest:
         raise ConfigError(
             f"lora.rank = {lora.rank}: {name} has {smallest} rows or columns, so no change of it has a higher rank",
             remedy=f"set it to at most {smallest}",
         )
-    return chosen
+    return adapted
 
 
 def _is_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -90,34 +90,35 @@ def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
     """The adapters of `lora.path`, copied, by a trainer's names. Raises ModelError for a folder that is not PEFT's or
     not whole, ConfigError for one of another rank, alpha or choice of matrices."""
     folder = Path(lora.path)
-    said = read_json(folder / CONFIG, remedy="lora.path must be an adapter folder in PEFT's format")
+    config = read_json(folder / CONFIG, remedy="lora.path must be an adapter folder in PEFT's format")
     for key, value in (("peft_type", "LORA"), ("r", lora.rank), ("lora_alpha", lora.alpha)):
-        if said.get(key) != value:
-            own = {"r": "rank", "lora_alpha": "alpha"}.get(key, "path")
+        if config.get(key) != value:
+            own_key = {"r": "rank", "lora_alpha": "alpha"}.get(key, "path")
             raise ConfigError(
-                f"lora.{own}: the adapter in {folder} has {key} = {said.get(key)!r}, not {value!r}",
+                f"lora.{own_key}: the adapter in {folder} has {key} = {config.get(key)!r}, not {value!r}",
                 remedy="set rank and alpha as the adapter has them, or name another adapter",
             )
-    changed = ("init_lora_weights",) if said.get("init_lora_weights") not in KEEP_WEIGHTS else ()
+    changed = ("init_lora_weights",) if config.get("init_lora_weights") not in KEEP_WEIGHTS else ()
     for key in (*OTHER_KINDS, *changed):
-        if said.get(key) not in (None, False, "none", [], {}):
+        if config.get(key) not in (None, False, "none", [], {}):
             raise ConfigError(
-                f"lora.path: {folder} has {key} = {said[key]!r}, which is not computed here",
+                f"lora.path: {folder} has {key} = {config[key]!r}, which is not computed here",
                 remedy="merge it by PEFT, and start from the merged model",
             )
     shapes = adapter_shapes(lora.rank, matrices)
-    wanted = {file_name(name): shape for name, shape in shapes.items()}
+    expected = {file_name(name): shape for name, shape in shapes.items()}
     with open_safetensors(folder / WEIGHTS) as tensors:
-        found = {name: tensor.spec.shape for name, tensor in tensors.items()}
-        for name in sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
-            have, wish = (f"of shape {shape}" if shape else "absent" for shape in (found.get(name), wanted.get(name)))
+        stored = {name: tensor.spec.shape for name, tensor in tensors.items()}
+        for name in sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name)):
+            pair = (stored.get(name), expected.get(name))
+            has, needs = (f"of shape {shape}" if shape else "absent" for shape in pair)
             raise ConfigError(
-                f"lora.target_modules: {name} in {folder / WEIGHTS} is {have}, for this model it must be {wish}",
+                f"lora.target_modules: {name} in {folder / WEIGHTS} is {has}, for this model it must be {needs}",
                 remedy="choose the matrices that the adapter is of, or another adapter",
             )
-        check_values(list(wanted), tensors, str(folder / WEIGHTS))
-        kept = {name: tensors[file_name(name)] for name in shapes}
-        return {name: NamedArray(spec=one.spec, data=memoryview(bytes(one.data))) for name, one in kept.items()}
+        check_values(list(expected), tensors, str(folder / WEIGHTS))
+        arrays = {name: tensors[file_name(name)] for name in shapes}
+        return {name: NamedArray(spec=array.spec, data=memoryview(bytes(array.data))) for name, array in arrays.items()}
 
 
 def file_name(name: str) -> str:
@@ -129,7 +130,7 @@ def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tenso
     """`base`: the model's; `facts`: as `adapter_facts`; the folder's names. Raises ModelError for the disk."""
     names = {tensor.spec.name.rsplit(".", 3)[1] for tensor in tensors}
     alpha = float(facts["alpha"])
-    said = {
+    config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": facts["rank"], "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0,
         "target_modules": sorted(names), "bias": "none", "fan_in_fan_out": False, "use_rslora": False,
@@ -137,7 +138,7 @@ def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tenso
     }  # fmt: skip
     with raised_as(ModelError, f"cannot write adapter folder {folder}", OSError, remedy="choose another folder"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_safetensors(Path(folder) / WEIGHTS, tensors)
 
 
@@ -167,12 +168,12 @@ def adapter_facts(lora: LoraConfig, folder: str | Path) -> dict[str, Any]:
     }
 
 
-def check_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+def check_facts(path: Path, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise TrainError if a checkpoint's `adapter_facts` are not those of this run."""
     for key in ("rank", "alpha", "targets", "base"):
-        if theirs.get(key) != ours.get(key):
-            has, here = (f"adapters of {key} {facts[key]}" if facts else "no adapters" for facts in (theirs, ours))
+        if stored.get(key) != expected.get(key):
+            has, wants = (f"adapters of {key} {facts[key]}" if facts else "no adapters" for facts in (stored, expected))
             raise TrainError(
-                f"checkpoint {path} has {has}, this run has {here}",
+                f"checkpoint {path} has {has}, this run has {wants}",
                 remedy="set [lora] and model.path as they were, or start from what the run exported",
             )

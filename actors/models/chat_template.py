@@ -106,15 +106,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         )
         filters = cast("dict[str, Any]", self.filters)  # pyright: ignore[reportUnknownMemberType] -- a bare dict
         names = cast("dict[str, Any]", self.globals)  # pyright: ignore[reportUnknownMemberType] -- the same
-        for name, made in list(filters.items()):
-            filters[name] = _guarded(name, made)
+        for name, function in list(filters.items()):
+            filters[name] = _guarded(name, function)
         filters |= {"tojson": _guarded("tojson", _to_json), "_steps": _steps, "_joined": _joined}
         for name in RANDOM:
             filters[name] = names[name] = _no_chance
         names |= {"raise_exception": _refuse, "strftime_now": _clock(day), "dict": _Dict(), "namespace": _Namespace}
 
-    def _generate(self, source: nodes.Template, *more: Any, **named: Any) -> str:
-        return super()._generate(_Counting().visit(source), *more, **named)
+    def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
+        return super()._generate(_Counting().visit(source), *args, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_operation(operator, left, right)
@@ -151,9 +151,9 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
-    def _noted(self, caller: Callable[[], str]) -> str:
+    def _note(self, caller: Callable[[], str]) -> str:
         text, budget = caller(), _budget()
         budget.spans.append((budget.length, budget.length + len(text)))
         return text
@@ -183,8 +183,8 @@ class _Dict:
 
 class _Namespace(Namespace):
     def __init__(*args: Any, **kwargs: Any) -> None:  # a name "self" is the template's
-        self, rest = args[0], args[1:]
-        names = dict(*rest, **kwargs)
+        self, mappings = args[0], args[1:]
+        names = dict(*mappings, **kwargs)
         for name in names:
             _check_name(name)
         Namespace.__init__(self, names)
@@ -207,9 +207,9 @@ def _steps(value: Any) -> Any:
 
 
 def _one_by_one(value: Iterable[Any]) -> Iterator[Any]:
-    for one in value:
+    for item in value:
         _budget().count()
-        yield one
+        yield item
 
 
 def _joined(parts: tuple[Any, ...]) -> str:
@@ -251,41 +251,41 @@ def _check_bits(num: int) -> None:
 
 def _check_method(owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Of a text; a filter's value is what it would be the method of."""
-    given = (*args, *kwargs.values())
+    values = (*args, *kwargs.values())
     if name in PADDING:
-        _check_widths(given)
+        _check_widths(values)
     elif name in ("format", "format_map"):
         if LONG_NUMBER.search(owner):
             raise OverBudget("it formats a text with a width beyond all measure")
         if re.search(r"\{[^{}]*\{", owner):  # a width that is an argument
-            _check_widths(given)
+            _check_widths(values)
     elif name == "replace" and len(args) >= 2:
         old, new = args[:2]
         if isinstance(owner, str) and isinstance(old, str) and isinstance(new, str):
             check_length(len(owner) + owner.count(old) * len(new))
     elif name == "join" and args and isinstance(args[0], (list, tuple)):
-        check_length(sum(_length(owner) + _length(one) for one in cast("list[object]", args[0])))
+        check_length(sum(_length(owner) + _length(item) for item in cast("list[object]", args[0])))
     elif name == "translate":
         raise OverBudget("it translates characters, which has no bound")
 
 
-def _check_widths(given: Iterable[Any]) -> None:
-    if any(isinstance(one, int) and abs(one) > MAX_WIDTH for one in given):
+def _check_widths(values: Iterable[Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in values):
         raise OverBudget(f"it fills up to a width of more than {MAX_WIDTH}")
 
 
-def _guarded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(made)
+def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         _budget().count()
-        value, *more = args[1:] if hasattr(made, "jinja_pass_arg") else args
+        value, *rest_args = args[1:] if hasattr(function, "jinja_pass_arg") else args
         if name == "format":
             _check_operation("%", value, ())
         elif name == "join":
-            _check_method(more[0] if more else kwargs.get("d", ""), name, (value,), {})
+            _check_method(rest_args[0] if rest_args else kwargs.get("d", ""), name, (value,), {})
         else:
-            _check_method(value, name, tuple(more), kwargs)
-        return made(*args, **kwargs)
+            _check_method(value, name, tuple(rest_args), kwargs)
+        return function(*args, **kwargs)
 
     return checked
 
@@ -396,13 +396,13 @@ class ChatTemplate:
         self._check_thinking(messages, compiled)
         has_parts = any(message.parts for message in messages)
         try:
-            written = self._run(compiled, _seen(messages), add_generation_prompt, tools)
+            written = self._run(compiled, _message_tables(messages), add_generation_prompt, tools)
             if not (has_parts and PRINTED_PARTS in written.text):
                 return written
         except DataError:
             if not has_parts:
                 raise
-        return self._run(compiled, _seen(messages, as_text=True), add_generation_prompt, tools)
+        return self._run(compiled, _message_tables(messages, as_text=True), add_generation_prompt, tools)
 
     def has_blocks(self, tools: Tools = ()) -> bool:
         """Whether there are `{% generation %}` blocks in it."""
@@ -411,23 +411,23 @@ class ChatTemplate:
     def _left_open(self, messages: Sequence[Message], tools: Tools) -> str:
         compiled = self._with_tools if tools else self._plain
         self._check_thinking(messages, compiled)
-        seen = _seen(messages, as_text=True)
-        last = seen[-1].get("content")
-        roles = _roles(seen)
+        rendered = _message_tables(messages, as_text=True)
+        last = rendered[-1].get("content")
+        roles = _roles(rendered)
         if not last or "content" not in compiled.source:
             raise self._refusal(roles, "the last message has no content to continue")
-        seen[-1]["content"] = last + TO_CONTINUE
-        text = self._run(compiled, seen, False, tools).text
+        rendered[-1]["content"] = last + TO_CONTINUE
+        text = self._run(compiled, rendered, False, tools).text
         tag = TO_CONTINUE.strip()
         if last.strip() not in text or tag not in text:
             raise self._refusal(roles, "it changes the last message, which the model is to continue")
-        at = text.rindex(tag)
-        return text[:at] if text[at:].startswith(TO_CONTINUE) else text[:at].rstrip()
+        end = text.rindex(tag)
+        return text[:end] if text[end:].startswith(TO_CONTINUE) else text[:end].rstrip()
 
-    def _run(self, compiled: _Compiled, seen: list[dict[str, Any]], opens: bool, tools: Tools) -> RenderedChat:
+    def _run(self, compiled: _Compiled, messages: list[dict[str, Any]], opens: bool, tools: Tools) -> RenderedChat:
         names = {
             **self._arguments,
-            "messages": seen,
+            "messages": messages,
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": opens,
@@ -440,11 +440,11 @@ class ChatTemplate:
                 remedy='set data.date = "YYYY-MM-DD", so that a resumed run has the same prompts',
             ) from err
         except (OverBudget, RecursionError, MemoryError) as err:
-            raise self._refusal(_roles(seen), f"{err}" or "no memory", remedy="do not use this template") from err
+            raise self._refusal(_roles(messages), f"{err}" or "no memory", remedy="do not use this template") from err
         except jinja2.TemplateError as err:
-            raise self._refusal(_roles(seen), str(err)) from err
+            raise self._refusal(_roles(messages), str(err)) from err
         except Exception as err:
-            raise self._refusal(_roles(seen), f"{err}" if str(err) else type(err).__name__) from err
+            raise self._refusal(_roles(messages), f"{err}" if str(err) else type(err).__name__) from err
         return RenderedChat(text, tuple(spans))
 
     def _refusal(self, roles: str, why: str, remedy: str = "") -> DataError:
@@ -455,10 +455,10 @@ class ChatTemplate:
 
     def _check_thinking(self, messages: Sequence[Message], compiled: _Compiled) -> None:
         """Thinking that is given on its own must be looked at."""
-        given = next((key for one in messages for key in REASONING_KEYS if one.extra.get(key) not in (None, "")), None)
-        if given and not any(key in compiled.source for key in REASONING_KEYS):
+        used = [key for message in messages for key in REASONING_KEYS if message.extra.get(key) not in (None, "")]
+        if used and not any(key in compiled.source for key in REASONING_KEYS):
             raise DataError(
-                f"a message has {given}, which the chat template of {self.place} does not write",
+                f"a message has {used[0]}, which the chat template of {self.place} does not write",
                 remedy="put it into content, as the model writes it (<think>...</think>), or leave it out",
             )
 
@@ -500,9 +500,9 @@ class PlainText:
         return RenderedChat(self.render(messages, add_generation_prompt=add_generation_prompt))
 
 
-def _seen(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
+def _message_tables(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:
     """What the template is given. Thinking has all of its names, as transformers gives it."""
-    seen: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
     for message in messages:
         table = message.as_template_sees()
         if as_text and message.parts:
@@ -510,27 +510,27 @@ def _seen(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[st
         thinking = next((table[key] for key in REASONING_KEYS if table.get(key) is not None), None)
         if thinking is not None:
             table = {"thinking": thinking, **table, REASONING_KEYS[0]: thinking}
-        seen.append(table)
-    return seen
+        tables.append(table)
+    return tables
 
 
-def _roles(seen: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(message["role"] for message in seen)
+def _roles(messages: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(message["role"] for message in messages)
 
 
 def load_chat_template(
-    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None, found: Any = None
+    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None, hf_tokenizer: Any = None
 ) -> ChatTemplate:
-    """As transformers finds it. `found`: its tokenizer, if it was read already. Raises ModelError for none."""
+    """As transformers finds it. `hf_tokenizer`: if it was read already. Raises ModelError for none."""
     root = Path(folder)
-    found = read_hf_tokenizer(root) if found is None else found
-    given: Any = found.chat_template
-    templates = cast("dict[str, Any]", given) if isinstance(given, dict) else {DEFAULT_NAME: given}
+    hf_tokenizer = read_hf_tokenizer(root) if hf_tokenizer is None else hf_tokenizer
+    stored: Any = hf_tokenizer.chat_template
+    templates = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {DEFAULT_NAME: stored}
     if not any(templates.values()):
         is_of_processor = (root / PROCESSOR_TEMPLATE).exists()
-        more = f"; {PROCESSOR_TEMPLATE} is for processors of images, not for tokenizers" if is_of_processor else ""
+        hint = f"; {PROCESSOR_TEMPLATE} is for processors of images, not for tokenizers" if is_of_processor else ""
         raise ModelError(
-            f"{root} has no chat template: neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}{more}",
+            f"{root} has no chat template: neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}{hint}",
             remedy=f"put the template of the model's chat variant into {root / TEMPLATE_FILE}, "
             "or set data.apply_chat_template = false",
         )
@@ -541,10 +541,12 @@ def load_chat_template(
             remedy=f"put the one that is meant into {root / TEMPLATE_FILE}",
         )
     place = root / (TEMPLATE_FILE if (root / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG)
-    template = ChatTemplate(source, str(place), found.special_tokens_map, arguments, day=day, with_tools=with_tools)
-    asked = find_undeclared_variables(TemplateSandbox(day).parse(source + with_tools)) if arguments else set[str]()
-    for name in (arguments or {}).keys() - asked:
-        if near := nearest(name, asked):
+    template = ChatTemplate(
+        source, str(place), hf_tokenizer.special_tokens_map, arguments, day=day, with_tools=with_tools
+    )
+    undeclared = find_undeclared_variables(TemplateSandbox(day).parse(source + with_tools)) if arguments else set[str]()
+    for name in (arguments or {}).keys() - undeclared:
+        if near := nearest(name, undeclared):
             raise ModelError(
                 f'{place}: the chat template does not look at "{name}" of chat_template_kwargs, but at "{near}"',
                 remedy=f'did you mean "{near}"? Else leave it out',
@@ -563,9 +565,9 @@ class TemplateSettings(Protocol):
     def date(self) -> str: ...
 
 
-def template_of(folder: str | Path, data: TemplateSettings, *, found: Any = None) -> ChatTemplate | PlainText:
+def template_of(folder: str | Path, data: TemplateSettings, *, hf_tokenizer: Any = None) -> ChatTemplate | PlainText:
     """How a run's conversations are written; see `load_chat_template`. Raises ModelError."""
     if not data.apply_chat_template:
         return PlainText()
     day = date.fromisoformat(data.date) if data.date else None
-    return load_chat_template(folder, data.chat_template_kwargs, day=day, found=found)
+    return load_chat_template(folder, data.chat_template_kwargs, day=day, hf_tokenizer=hf_tokenizer)

@@ -90,12 +90,12 @@ def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
 
 def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
     """Of every weight, from the headers of the folder's files; empty for a folder without weights."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     with ExitStack() as stack:
         for name in weight_files(root) if any(root.glob("*.safetensors")) else ():
             tensors = stack.enter_context(open_safetensors(root / name))
-            found |= {key: tuple(tensor.spec.shape) for key, tensor in tensors.items()}
-    return found
+            shapes |= {key: tuple(tensor.spec.shape) for key, tensor in tensors.items()}
+    return shapes
 
 
 def find_tokenizer(folder: str | Path) -> Path:
@@ -113,13 +113,13 @@ def find_tokenizer(folder: str | Path) -> Path:
 def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
     """Ids that end a generation by both config files; `load_tokenizer` adds the tokenizer's own."""
     root = Path(folder)
-    found: list[int] = []
+    ids: list[int] = []
     for name in (GENERATION_CONFIG, CONFIG):
         path = root / name
         if path.exists():
             value = read_json(path, remedy="mend the file").get("eos_token_id")
-            found.extend(token_ids(value, f"{path}: eos_token_id"))
-    return tuple(dict.fromkeys(found))
+            ids.extend(token_ids(value, f"{path}: eos_token_id"))
+    return tuple(dict.fromkeys(ids))
 
 
 @contextmanager
@@ -212,11 +212,11 @@ def _check_rest(config: ModelConfig, shapes: Mapping[str, Any], tensors: Mapping
 
 def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: NamedArray | None, place: str) -> None:
     """Raise ModelError unless an FP8 matrix has a scale for each of its blocks."""
-    grid = tuple(-(-size // each) for size, each in zip(spec.shape, block or (), strict=False))
-    found = scales and (scales.spec.dtype, scales.spec.shape)
-    if block is None or len(spec.shape) != len(block) or found != ("float32", grid):
+    grid = tuple(-(-size // block_size) for size, block_size in zip(spec.shape, block or (), strict=False))
+    facts = scales and (scales.spec.dtype, scales.spec.shape)
+    if block is None or len(spec.shape) != len(block) or facts != ("float32", grid):
         raise ModelError(
-            f"{place}: weight {spec.name} is FP8 {list(spec.shape)} in blocks of {block}, its scales are {found}: "
+            f"{place}: weight {spec.name} is FP8 {list(spec.shape)} in blocks of {block}, its scales are {facts}: "
             f"float32 {list(grid)} is needed",
             remedy="quantization_config of config.json and the weights must come from the same model",
         )
@@ -225,8 +225,8 @@ def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: Named
 def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
     """Raise ModelError naming the first of the weights `names` that is of no float type, or holds NaN or infinity.
     `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all."""
-    whole = sum(tensors[name].spec.num_bytes for name in names)
-    share = min(1.0, max_bytes / whole) if max_bytes and whole else 1.0
+    num_bytes = sum(tensors[name].spec.num_bytes for name in names)
+    share = min(1.0, max_bytes / num_bytes) if max_bytes and num_bytes else 1.0
     for name in names:
         spec = tensors[name].spec
         if spec.dtype not in FLOATS | FP8_BITS:
@@ -250,8 +250,8 @@ def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], plac
 def export_dtype(wish: str, config: ModelConfig, otherwise: str) -> str:
     """The number type of weights that are written: as wished, or "model": the folder's own, or `otherwise` where that
     is no type that training writes; float16 does not hold every number of it."""
-    own = config.dtype.removeprefix("torch.")
-    return wish if wish != "model" else own if own in ("float32", "bfloat16") else otherwise
+    folder_dtype = config.dtype.removeprefix("torch.")
+    return wish if wish != "model" else folder_dtype if folder_dtype in ("float32", "bfloat16") else otherwise
 
 
 def write_folder(
@@ -269,7 +269,7 @@ def write_folder(
     root = Path(folder)
     shards = _shards(tensors, max_shard_bytes)
     behind = f"model.layers.{config.get('num_hidden_layers')}."
-    if config.get("num_nextn_predict_layers") and not any(one.spec.name.startswith(behind) for one in tensors):
+    if config.get("num_nextn_predict_layers") and not any(tensor.spec.name.startswith(behind) for tensor in tensors):
         config = {**config, "num_nextn_predict_layers": 0}  # a server would guess with weights that were not written
     with raised_as(ModelError, f"cannot write model folder {root}", OSError, remedy="choose another folder"):
         root.mkdir(parents=True, exist_ok=True)
@@ -309,8 +309,8 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
         raise ModelError(f"{root / 'tokenizer.json'} is missing", remedy="point to the folder the model came from")
     if root.resolve() == into.resolve():
         return
-    more = sorted(path.relative_to(root) for path in (root / TEMPLATE_FOLDER).glob("*.jinja"))
-    for name in (*map(Path, (*TOKENIZER_FILES, GENERATION_CONFIG)), *more):
+    templates = sorted(path.relative_to(root) for path in (root / TEMPLATE_FOLDER).glob("*.jinja"))
+    for name in (*map(Path, (*TOKENIZER_FILES, GENERATION_CONFIG)), *templates):
         if (root / name).exists():
             with raised_as(ModelError, f"cannot read {root / name}", OSError, remedy="download the file again"):
                 content = read_regular(root / name, MAX_TOKENIZER_BYTES)
@@ -328,14 +328,14 @@ def check_second_model(key: str, path: str, model: ModelConfig) -> None:
     if not path:
         return
     with raised_as(ConfigError, key, ModelError):
-        found = read_config(path)
+        second = read_config(path)
     if key == "critic.path":
-        found, model = critic_layers(found), critic_layers(model)
+        second, model = critic_layers(second), critic_layers(model)
     for field in fields(ModelConfig):
-        own, other = getattr(model, field.name), getattr(found, field.name)
-        if own != other and field.name not in MAY_DIFFER:
+        value, second_value = getattr(model, field.name), getattr(second, field.name)
+        if value != second_value and field.name not in MAY_DIFFER:
             raise ConfigError(
-                f"{key} = {path}: its {field.name} is {other}, that of model.path is {own}",
+                f"{key} = {path}: its {field.name} is {second_value}, that of model.path is {value}",
                 remedy="name a folder of a model of the same shape, such as an earlier checkpoint's export",
             )
 
@@ -356,15 +356,15 @@ def check_critic(critic: CriticConfig, model: ModelConfig) -> None:
 def value_head_in(tensors: Mapping[str, NamedArray], layers: ModelConfig, place: str) -> dict[str, NamedArray]:
     """`weight` and perhaps `bias` of a folder's value head; empty: it has none. Raises ModelError for another shape."""
     name = next((name for name in HEADS if f"{name}.weight" in tensors), "")
-    found = {part: tensors[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in tensors}
+    arrays = {part: tensors[f"{name}.{part}"] for part in ("weight", "bias") if f"{name}.{part}" in tensors}
     shapes = {"weight": (1, layers.hidden_size), "bias": (1,)}
-    for part, array in found.items():
+    for part, array in arrays.items():
         if array.spec.shape != shapes[part]:
             raise ModelError(
                 f"{place}: {name}.{part} has shape {list(array.spec.shape)}, a value head's is {list(shapes[part])}",
                 remedy="name a model that gives one value for each token",
             )
-    return found
+    return arrays
 
 
 def critic_parameters(critic: CriticConfig, model: ModelConfig) -> int:

@@ -158,12 +158,12 @@ class ModelConfig:
     def as_scorer(self) -> ModelConfig:
         """A reward model of the same layers: what transformers and SGLang load as a classifier with one label."""
         names = [*(self.source.get("architectures") or ()), FAMILY_OF.get(self.model_type, "") + LANGUAGE]
-        said = {
+        changes = {
             "architectures": [str(names[0]).replace(LANGUAGE, SCORER)],
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
         }
-        return replace(self, is_scorer=True, source={**self.source, **said})
+        return replace(self, is_scorer=True, source={**self.source, **changes})
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
@@ -213,13 +213,13 @@ class ModelConfig:
         queries: dict[str, tuple[int, ...]] = {"q_proj": (num_q, hidden)}
         if rank := self.q_lora_rank:
             queries = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (num_q, rank)}
-        rest: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "kv_a_proj_with_mqa": (self.kv_lora_rank + self.rotary_dim, hidden),
             "kv_a_layernorm": (self.kv_lora_rank,),
             "kv_b_proj": (num_kv, self.kv_lora_rank),
             "o_proj": (hidden, self.num_heads * self.v_head_dim),
         }
-        return {f"{name}.weight": shape for name, shape in (queries | rest).items()}
+        return {f"{name}.weight": shape for name, shape in (queries | shapes).items()}
 
     def _expert_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (self.num_experts, self.hidden_size)}
@@ -336,8 +336,8 @@ class _Fields:
 def token_ids(value: Any, place: str) -> tuple[int, ...]:
     """The ids of a JSON value that is absent, one id or a list of ids. Raises ModelError naming the place."""
     values: list[Any] = [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
-    for one in values:
-        if not isinstance(one, int) or isinstance(one, bool) or one < 0:
+    for token in values:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ModelError(
                 f"{place} must be a token id or a list of them, it is {value!r:.{MAX_TOLD}}", remedy="mend the file"
             )
@@ -416,8 +416,8 @@ def _has_attention_bias(fields: _Fields, model_type: str) -> bool:
 
 def _check_code(fields: _Fields, model_type: str) -> None:
     code: Any = fields.get("auto_map")
-    named = set(map(str, cast("dict[str, Any]", code).values())) if isinstance(code, dict) else {str(code)}
-    if code and not (model_type == "deepseek_v3" and named <= KNOWN_CODE):
+    classes = set(map(str, cast("dict[str, Any]", code).values())) if isinstance(code, dict) else {str(code)}
+    if code and not (model_type == "deepseek_v3" and classes <= KNOWN_CODE):
         raise fields.fail(
             "auto_map names code of the folder's own, which is not run",
             remedy=f"take auto_map out if the model computes what others of type {model_type} do; use another if not",
@@ -465,8 +465,8 @@ def fp8_scale_fmt(source: Mapping[str, Any]) -> str:
 
 
 def _quantisation(source: Mapping[str, Any]) -> dict[str, Any]:
-    said: Any = source.get("quantization_config")
-    return cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    facts: Any = source.get("quantization_config")
+    return cast("dict[str, Any]", facts) if isinstance(facts, dict) else {}
 
 
 def _not_read(source: Mapping[str, Any]) -> str:
@@ -497,23 +497,23 @@ def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
     is_corrected = model_type in SIGMOID_MOE_TYPES
     names = ("n_routed_experts",) if is_corrected else ("num_experts", "num_local_experts")
     num_experts = fields.size(next((name for name in names if fields.get(name) is not None), names[0]))
-    chosen = fields.size("num_experts_per_tok")
-    if chosen > num_experts:
-        raise fields.fail(f"num_experts_per_tok = {chosen} of {num_experts} experts")
+    per_token = fields.size("num_experts_per_tok")
+    if per_token > num_experts:
+        raise fields.fail(f"num_experts_per_tok = {per_token} of {num_experts} experts")
     step, first = fields.size("decoder_sparse_step", 1), fields.size("first_k_dense_replace", 0, least=0)
     listed: Any = fields.get("mlp_only_layers") or []
     if not isinstance(listed, list) or len(cast("list[Any]", listed)) > layers:
         raise fields.fail(f"mlp_only_layers must be a list of at most {layers} layers, it is {listed!r}")
     if layers * 3 * num_experts > MAX_TENSORS:
         raise fields.fail(f"{layers} layers of {num_experts} experts are more than {MAX_TENSORS} weights")
-    more = _sigmoid_router(fields) if is_corrected else {}
+    router = _sigmoid_router(fields) if is_corrected else {}
     if model_type == "qwen2_moe":
         width = fields.size("shared_expert_intermediate_size")
-        more = {"shared_intermediate_size": width, "has_shared_gate": True}
+        router = {"shared_intermediate_size": width, "has_shared_gate": True}
     return {
-        **more,
+        **router,
         "num_experts": num_experts,
-        "experts_per_token": chosen,
+        "experts_per_token": per_token,
         "moe_intermediate_size": fields.size("moe_intermediate_size"),
         "normalises_top_experts": fields.flag("norm_topk_prob", default=False),
         "dense_layers": tuple(
@@ -526,14 +526,14 @@ def _sigmoid_router(fields: _Fields) -> dict[str, Any]:
     """What a config of DeepSeek-V3's kind says of its router and shared experts. Families take other values where a
     key is missing, and what they write has all of them: none is guessed."""
     experts, groups = fields.size("n_routed_experts"), fields.size("n_group")
-    taken, shared = fields.size("topk_group"), fields.size("n_shared_experts", least=0)
-    if experts % groups or taken > groups or (taken < groups and experts < 2 * groups):
-        raise fields.fail(f"{experts} experts cannot be chosen from topk_group = {taken} of n_group = {groups} groups")
+    top, shared = fields.size("topk_group"), fields.size("n_shared_experts", least=0)
+    if experts % groups or top > groups or (top < groups and experts < 2 * groups):
+        raise fields.fail(f"{experts} experts cannot be chosen from topk_group = {top} of n_group = {groups} groups")
     fields.size("first_k_dense_replace", least=0)
     return {
         "has_sigmoid_router": True,
         "num_expert_groups": groups,
-        "expert_groups_per_token": taken,
+        "expert_groups_per_token": top,
         "routed_scaling": fields.number("routed_scaling_factor", fields.get("routed_scaling_factor")),
         "shared_intermediate_size": shared * fields.size("moe_intermediate_size"),
     }
@@ -571,11 +571,11 @@ def _rope_kind(fields: _Fields) -> Any:
 
 
 def _rope_scaling(fields: _Fields) -> dict[str, Any] | None:
-    given, kind = _rope_parameters(fields), _rope_kind(fields)
+    parameters, kind = _rope_parameters(fields), _rope_kind(fields)
     for name in ROPE_NUMBERS:
-        if name in ROPE_KINDS[kind] or given.get(name) is not None:
-            fields.number(f"rope_scaling.{name}", given.get(name))
-    return None if kind == "default" else dict(given)
+        if name in ROPE_KINDS[kind] or parameters.get(name) is not None:
+            fields.number(f"rope_scaling.{name}", parameters.get(name))
+    return None if kind == "default" else dict(parameters)
 
 
 def _rotary_share(fields: _Fields, *, default: float) -> float:
@@ -629,11 +629,11 @@ def _window_obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
     if has_window and (type(window) is not int or window < 2):
         yield f"sliding_window {window!r} (use_sliding_window)"
     kinds: Any = fields.get("layer_types")
-    known = {"full_attention", "sliding_attention"} if has_window else {"full_attention"}
+    computed = {"full_attention", "sliding_attention"} if has_window else {"full_attention"}
     if kinds is not None and not isinstance(kinds, list):
         yield f"layer_types is {kinds!r}"
-    elif other := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - known):
-        yield f"layer_types has {other[0]!r}"
+    elif foreign := sorted({str(kind) for kind in cast("list[Any]", kinds or [])} - computed):
+        yield f"layer_types has {foreign[0]!r}"
 
 
 def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
@@ -643,13 +643,13 @@ def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
     for key, value in ({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1} | heads).items():
         if fields.get(key) not in (None, value):
             yield f"{key} {fields.get(key)!r}"
-    chosen, taken, groups = (fields.size(key) for key in ("num_experts_per_tok", "topk_group", "n_group"))
+    per_token, top, groups = (fields.size(key) for key in ("num_experts_per_tok", "topk_group", "n_group"))
     if not fields.flag("norm_topk_prob", default=False):
         yield "norm_topk_prob is false, with sigmoids as scores"
-    if chosen == 1:
+    if per_token == 1:
         yield "num_experts_per_tok 1, with sigmoids as scores"
-    if taken < groups and chosen // taken != 2:
-        yield f"num_experts_per_tok {chosen} from topk_group {taken} of n_group {groups}"
+    if top < groups and per_token // top != 2:
+        yield f"num_experts_per_tok {per_token} from topk_group {top} of n_group {groups}"
 
 
 def _foreign(fields: _Fields, why: str) -> ModelConfig:
@@ -697,16 +697,16 @@ SHOWN = 3
 
 def frozen_names(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
     """Names in which any pattern is found. Raises ConfigError for a pattern found in none, or nothing left to train."""
-    every = tuple(names)
-    found: set[str] = set()
+    all_names = tuple(names)
+    frozen: set[str] = set()
     for pattern in patterns:
-        mine = {name for name in every if re.search(pattern, name)}
-        if not mine:
+        matching = {name for name in all_names if re.search(pattern, name)}
+        if not matching:
             raise ConfigError(
                 f'trainer.freeze: "{pattern}" is found in no parameter of the model',
-                remedy=f"names look like {', '.join(every[:SHOWN])}",
+                remedy=f"names look like {', '.join(all_names[:SHOWN])}",
             )
-        found |= mine
-    if patterns and len(found) == len(every):
+        frozen |= matching
+    if patterns and len(frozen) == len(all_names):
         raise ConfigError("trainer.freeze: nothing is left to train", remedy="leave a part of the model out")
-    return frozenset(found)
+    return frozenset(frozen)

@@ -26,8 +26,8 @@ def rotary_speeds(config: ModelConfig) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     try:
-        theirs: Any = AutoConfig.for_model(**copy.deepcopy(dict(config.source)))
-        speeds, gain = cast(Any, ROPE_INIT_FUNCTIONS)[theirs.rope_parameters["rope_type"]](theirs, torch.device("cpu"))
+        parsed: Any = AutoConfig.for_model(**copy.deepcopy(dict(config.source)))
+        speeds, gain = cast(Any, ROPE_INIT_FUNCTIONS)[parsed.rope_parameters["rope_type"]](parsed, torch.device("cpu"))
     except Exception as error:  # of any kind: what is missing or impossible among the numbers
         raise ModelError(
             f"transformers makes no rotary positions of rope_scaling = {dict(config.rope_scaling)}: {error}",

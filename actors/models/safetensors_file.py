@@ -83,11 +83,11 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
     try:
         opened: Any = safetensors.safe_open(path, framework="np")
         with opened as file:  # tensors fill it, one behind the other
-            found: list[tuple[str, Any]] = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            slices: list[tuple[str, Any]] = [(name, file.get_slice(name)) for name in file.offset_keys()]
     except (OSError, safetensors.SafetensorError) as err:
         raise _torn(path, str(err)[:500]) from err
-    tensors, at, view = dict[str, NamedArray](), 0, memoryview(mapped)[HEAD_BYTES + header_bytes :]
-    for name, part in found:
+    tensors, offset, view = dict[str, NamedArray](), 0, memoryview(mapped)[HEAD_BYTES + header_bytes :]
+    for name, part in slices:
         shape: tuple[int, ...] = tuple(part.get_shape())
         dtype, item_bytes = DTYPES.get(part.get_dtype(), ("", 0))
         if not dtype:
@@ -97,8 +97,8 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
             )
         if len(shape) > MAX_DIMENSIONS:
             raise _torn(path, f"tensor {name} has {len(shape)} dimensions")
-        spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=at, num_bytes=item_bytes * math.prod(shape))
-        tensors[name] = NamedArray(spec=spec, data=view[at : (at := at + spec.num_bytes)])
+        spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=item_bytes * math.prod(shape))
+        tensors[name] = NamedArray(spec=spec, data=view[offset : (offset := offset + spec.num_bytes)])
     return tensors
 
 
@@ -133,12 +133,12 @@ class Dequantised(Mapping[str, NamedArray]):
         rows, columns = weight.spec.shape
         codes = np.frombuffer(weight.data, np.uint8).reshape(rows, columns)
         scales = np.frombuffer(scale.data, np.float32).reshape(scale.spec.shape)
-        whole = np.empty((rows, columns), np.uint16)
+        values = np.empty((rows, columns), np.uint16)
         for number, row in enumerate(range(0, rows, high)):
             bits = (E4M3[codes[row : row + high]] * scales[number].repeat(wide)[:columns]).view(np.uint32)
-            whole[row : row + high] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        spec = TensorSpec(name=name, dtype="bfloat16", shape=(rows, columns), offset=0, num_bytes=whole.nbytes)
-        return NamedArray(spec=spec, data=whole.reshape(-1).view(np.uint8).data)
+            values[row : row + high] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        spec = TensorSpec(name=name, dtype="bfloat16", shape=(rows, columns), offset=0, num_bytes=values.nbytes)
+        return NamedArray(spec=spec, data=values.reshape(-1).view(np.uint8).data)
 
 
 def _torn(path: Path, why: str) -> ModelError:

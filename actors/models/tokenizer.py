@@ -144,7 +144,7 @@ class FolderTokenizer:
                 remedy="mend the tokenizer, or leave the text out",
             ) from err
         if self.beyond and not self.beyond.isdisjoint(ids):
-            beyond = self.tokenizer.id_to_token(next(one for one in ids if one in self.beyond))
+            beyond = self.tokenizer.id_to_token(next(token for token in ids if token in self.beyond))
             raise DataError(
                 f"a text holds {beyond!r}, a token that the model's embedding has no row for",
                 remedy="take it out of the text, or name the model's own tokens in tokenizer_config.json",
@@ -163,16 +163,16 @@ class FolderTokenizer:
 def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | None = None) -> FolderTokenizer:
     """`template`: the run's settings; `PlainText()` where nothing is rendered. Raises ModelError naming the file."""
     root = Path(folder)
-    known = set(read_tokenizer(root).get_vocab(with_added_tokens=True))
-    found = read_hf_tokenizer(root)
-    tokenizer: tokenizers.Tokenizer = found.backend_tokenizer
+    vocabulary = set(read_tokenizer(root).get_vocab(with_added_tokens=True))
+    hf = read_hf_tokenizer(root)
+    tokenizer: tokenizers.Tokenizer = hf.backend_tokenizer
     _check_pace(root / TOKENIZER, tokenizer)
-    end_ids = load_eos_token_ids(root, found, known)
-    beyond = _beyond_embedding(root, tokenizer, end_ids, known)
+    end_ids = load_eos_token_ids(root, hf, vocabulary)
+    beyond = _beyond_embedding(root, tokenizer, end_ids, vocabulary)
     if template is None:
-        rendered: ChatTemplate | PlainText = load_chat_template(root, found=found)
+        rendered: ChatTemplate | PlainText = load_chat_template(root, hf_tokenizer=hf)
     else:
-        rendered = template if isinstance(template, PlainText) else template_of(root, template, found=found)
+        rendered = template if isinstance(template, PlainText) else template_of(root, template, hf_tokenizer=hf)
     return FolderTokenizer(tokenizer, rendered, end_ids, beyond)
 
 
@@ -253,7 +253,7 @@ def _check_pace(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _beyond_embedding(
-    root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int], known: Collection[str]
+    root: Path, tokenizer: tokenizers.Tokenizer, end_ids: Sequence[int], texts: Collection[str]
 ) -> frozenset[int]:
     """Ids of tokens that `tokenizer.json` does not have (`known`) and the embedding has no row for. Raises ModelError
     for one of its own of that kind; a folder without a model has no embedding."""
@@ -261,14 +261,14 @@ def _beyond_embedding(
     if not isinstance(num_rows, int):
         return frozenset()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    beyond = {index for text, index in vocabulary.items() if text not in known and index >= num_rows}
-    text, last = max(((text, vocabulary.get(text, -1)) for text in known), key=lambda item: item[1], default=("", -1))
+    beyond = {index for text, index in vocabulary.items() if text not in texts and index >= num_rows}
+    text, last = max(((text, vocabulary.get(text, -1)) for text in texts), key=lambda item: item[1], default=("", -1))
     if last >= num_rows:
         raise ModelError(
             f"{root / TOKENIZER}: token {text!r} has id {last}, the embedding has {num_rows} rows (vocab_size)",
             remedy="take the token out of the tokenizer, or enlarge the embedding (resize_token_embeddings)",
         )
-    ends = [one for one in end_ids if one >= num_rows]
+    ends = [token for token in end_ids if token >= num_rows]
     if ends:
         raise ModelError(
             f"{root}: end token {ends[0]} (eos_token_id) is beyond the embedding's {num_rows} rows (vocab_size)",
@@ -277,19 +277,19 @@ def _beyond_embedding(
     return frozenset(beyond)
 
 
-def load_eos_token_ids(folder: Path, found: Any, known: Collection[str]) -> tuple[int, ...]:
+def load_eos_token_ids(folder: Path, hf_tokenizer: Any, vocabulary: Collection[str]) -> tuple[int, ...]:
     """All ids that end a generation: the end-of-turn token of transformers' tokenizer, then those of the configs.
     `known`: tokens of `tokenizer.json`. Raises ModelError for none, or one that no file knows."""
-    settings, named = read_object(folder / TOKENIZER_CONFIG), str(found.eos_token or "")
+    settings, eos_token = read_object(folder / TOKENIZER_CONFIG), str(hf_tokenizer.eos_token or "")
     added = [token["content"] for token in settings.get("added_tokens_decoder", {}).values()]
-    is_known = named in known or named in (*added, *read_object(folder / ADDED_TOKENS))
-    if named and not is_known and "eos_token" in {**settings, **read_object(folder / SPECIAL_TOKENS_MAP)}:
+    is_known = eos_token in vocabulary or eos_token in (*added, *read_object(folder / ADDED_TOKENS))
+    if eos_token and not is_known and "eos_token" in {**settings, **read_object(folder / SPECIAL_TOKENS_MAP)}:
         raise ModelError(
-            f"{folder}: eos_token {named!r} of {TOKENIZER_CONFIG} is not in {TOKENIZER}",
+            f"{folder}: eos_token {eos_token!r} of {TOKENIZER_CONFIG} is not in {TOKENIZER}",
             remedy="name a token of the vocabulary: with this one no answer could end",
         )
-    own = (found.backend_tokenizer.token_to_id(named),) if named and is_known else ()
-    ids = (*own, *read_eos_token_ids(folder))
+    own_ids = (hf_tokenizer.backend_tokenizer.token_to_id(eos_token),) if eos_token and is_known else ()
+    ids = (*own_ids, *read_eos_token_ids(folder))
     if not ids:
         raise ModelError(
             f"{folder} names no end-of-sequence token",

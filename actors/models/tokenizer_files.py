@@ -77,16 +77,16 @@ def read_hf_tokenizer(folder: str | Path) -> Any:
 
     try:
         with library_errors():
-            found: Any = getattr(transformers, name).from_pretrained(str(root), local_files_only=True)
+            tokenizer: Any = getattr(transformers, name).from_pretrained(str(root), local_files_only=True)
     except (TypeError, OverflowError, LibraryError) as err:
         raise ModelError(
             f"transformers cannot read the tokenizer of {root} as {name}: {err}",
             remedy=f"mend {TOKENIZER_CONFIG} and the files beside it, or save the tokenizer again (save_pretrained)",
         ) from err
-    found.backend_tokenizer.no_truncation()  # both may be stored; neither belongs to a prompt
-    found.backend_tokenizer.no_padding()
-    found.backend_tokenizer.encode_special_tokens = bool(found.split_special_tokens)
-    return found
+    tokenizer.backend_tokenizer.no_truncation()  # both may be stored; neither belongs to a prompt
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return tokenizer
 
 
 def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
@@ -100,22 +100,22 @@ def _class_name(root: Path, settings: Mapping[str, Any]) -> str:
         )
     config = read_object(root / CONFIG)
     model_type = str(config.get("model_type"))
-    named = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
-    own = str(named).removesuffix("Fast")
+    declared = settings.get("tokenizer_class") or config.get("tokenizer_class") or ""
+    own_class = str(declared).removesuffix("Fast")
     registered = CLASS_OF_TYPE.get(model_type, "")
-    is_byte_level = own == "LlamaTokenizer" and b'"ByteLevel"' in _bytes_of(root / TOKENIZER)
+    is_byte_level = own_class == "LlamaTokenizer" and b'"ByteLevel"' in _bytes_of(root / TOKENIZER)
     if is_byte_level and model_type not in TRUSTED_OVER_FILES:
         return AS_FILE
-    if own and registered and registered != own:
-        own = AS_FILE if registered == AS_FILE else registered if model_type in TRUSTED_OVER_FILES else own
-    found = own or ("" if named else registered)
-    found = AS_FILE if found in (*GENERIC_CLASSES, "BloomTokenizer") else found
-    if found not in CLASSES:
+    if own_class and registered and registered != own_class:
+        own_class = AS_FILE if registered == AS_FILE else registered if model_type in TRUSTED_OVER_FILES else own_class
+    name = own_class or ("" if declared else registered)
+    name = AS_FILE if name in (*GENERIC_CLASSES, "BloomTokenizer") else name
+    if name not in CLASSES:
         raise ModelError(
-            f"{root}: tokenizer_class is {found}; what transformers makes of {TOKENIZER} for it is not done here",
+            f"{root}: tokenizer_class is {name}; what transformers makes of {TOKENIZER} for it is not done here",
             remedy=f'set tokenizer_class = "PreTrainedTokenizerFast" in {TOKENIZER_CONFIG}: the file is taken as it is',
         )
-    return found
+    return name
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -44,7 +44,7 @@ class BadAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class WantedScores:
+class ScoreRequest:
     """Tokens to be scored."""
 
     ids: I32
@@ -64,62 +64,62 @@ class _Answer(msgspec.Struct):
 _answer = msgspec.json.Decoder(_Answer)
 
 
-def wanted_of(sample: Sample) -> WantedScores | None:
+def score_request(sample: Sample) -> ScoreRequest | None:
     """From the first to the last token that the policy has drawn; None: there is none that has a token before it."""
     drawn = np.flatnonzero(sample.loss_mask)
     prompt_len = len(sample.prompt_ids)
     if not drawn.size or prompt_len + int(drawn[-1]) == 0:
         return None
     ids = np.concatenate([sample.prompt_ids, sample.response_ids[: int(drawn[-1]) + 1]])
-    return WantedScores(ids.astype(np.int32, copy=False), max(prompt_len + int(drawn[0]) - 1, 0))
+    return ScoreRequest(ids.astype(np.int32, copy=False), max(prompt_len + int(drawn[0]) - 1, 0))
 
 
-def in_response(sample: Sample, wanted: WantedScores, logprobs: F32) -> F32:
+def in_response(sample: Sample, request: ScoreRequest, logprobs: F32) -> F32:
     """float32 [R]: each log-prob at its token's place, 0 where the policy drew none."""
     placed = np.zeros(len(sample.response_ids), dtype=np.float32)
-    first = wanted.start + 1 - len(sample.prompt_ids)
+    first = request.start + 1 - len(sample.prompt_ids)
     placed[first : first + len(logprobs)] = logprobs
     return np.where(sample.loss_mask != 0, placed, np.float32(0))
 
 
-def question(wanted: WantedScores, *, with_texts: bool = False, is_checked: bool = False) -> bytes:
+def request_body(request: ScoreRequest, *, with_texts: bool = False, is_checked: bool = False) -> bytes:
     """The body to send. `is_checked`: the server is to refuse ids that its model does not have. SGLang does not look at
     input ids, and an unknown one ends it; at ids that have a bias it looks first, and a bias of 0 changes nothing."""
     sampling: dict[str, Any] = {"max_new_tokens": 0, "temperature": 1.0}
     if is_checked:
-        sampling["logit_bias"] = {str(int(wanted.ids.max())): 0.0}
+        sampling["logit_bias"] = {str(int(request.ids.max())): 0.0}
     return msgspec.json.encode(
         {
-            "input_ids": wanted.ids.tolist(),
+            "input_ids": request.ids.tolist(),
             "sampling_params": sampling,
             "return_logprob": True,
-            "logprob_start_len": wanted.start,
+            "logprob_start_len": request.start,
             "return_text_in_logprobs": with_texts,
             "stream": False,
         }
     )
 
 
-def scores_in(raw: bytes, wanted: WantedScores) -> tuple[F32, list[str | None]]:
-    """Log-prob and text of each wanted token, float32 [T - start - 1]. Raises BadAnswer."""
+def scores_in(raw: bytes, request: ScoreRequest) -> tuple[F32, list[str | None]]:
+    """Log-prob and text of each token asked for, float32 [T - start - 1]. Raises BadAnswer."""
     try:
-        found = _answer.decode(raw).meta_info.input_token_logprobs
+        answers = _answer.decode(raw).meta_info.input_token_logprobs
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadAnswer(f"answered with no log-probs of the prompt: {error}") from error
-    ids = wanted.ids[wanted.start :].tolist()
-    if len(found) != len(ids):
-        raise BadAnswer(f"answered with {len(found)} log-probs for {len(ids)} tokens")
+    ids = request.ids[request.start :].tolist()
+    if len(answers) != len(ids):
+        raise BadAnswer(f"answered with {len(answers)} log-probs for {len(ids)} tokens")
     values: list[float] = []
     highest = max(ids)
-    for at, (asked, (value, token, _)) in enumerate(zip(ids, found, strict=True)):
-        if token != asked and not (token == 0 and asked == highest):  # SGLang writes 0 for the last of its vocabulary
-            raise BadAnswer(f"answered of token id {token} at place {at}, where {asked} was sent")
-        if at == 0:
+    for place, (sent, (value, token, _)) in enumerate(zip(ids, answers, strict=True)):
+        if token != sent and not (token == 0 and sent == highest):  # SGLang writes 0 for the last of its vocabulary
+            raise BadAnswer(f"answered of token id {token} at place {place}, where {sent} was sent")
+        if place == 0:
             continue
         if value is None or not math.isfinite(value) or value > HIGHEST:
-            raise BadAnswer(f"answered that the log-prob of token id {asked} at place {at} is {value}")
+            raise BadAnswer(f"answered that the log-prob of token id {sent} at place {place} is {value}")
         values.append(value)
-    return np.asarray(values, dtype=np.float32), [text for _, _, text in found[1:]]
+    return np.asarray(values, dtype=np.float32), [text for _, _, text in answers[1:]]
 
 
 NUM_PROBES = 48
@@ -133,7 +133,7 @@ UNREADABLE = "\ufffd"
 class Probes:
     """Tokens of the policy, and their texts."""
 
-    wanted: WantedScores
+    request: ScoreRequest
     texts: tuple[str, ...]
     """Of all but the first."""
 
@@ -142,22 +142,22 @@ class Probes:
         """Spread evenly over its vocabulary."""
         ids = np.unique(np.linspace(0, tokenizer.vocab_size - 1, NUM_PROBES + 1).astype(np.int32))
         texts = tuple(tokenizer.decode([token], skip_special=False) for token in ids[1:].tolist())
-        return cls(WantedScores(ids, 0), texts)
+        return cls(ScoreRequest(ids, 0), texts)
 
-    def foreign(self, found: Sequence[str | None]) -> str:
-        """What shows that `found`, the server's texts of the same tokens, are of another vocabulary; empty: nothing."""
-        known = [
-            (token, own, other)
-            for token, own, other in zip(self.wanted.ids[1:].tolist(), self.texts, found, strict=True)
-            if other is not None and UNREADABLE not in own + other
+    def foreign(self, server_texts: Sequence[str | None]) -> str:
+        """What shows that the server's texts of the same tokens are of another vocabulary; empty: nothing."""
+        pairs = [
+            (token, text, server_text)
+            for token, text, server_text in zip(self.request.ids[1:].tolist(), self.texts, server_texts, strict=True)
+            if server_text is not None and UNREADABLE not in text + server_text
         ]
-        differ = [one for one in known if one[1].strip() != one[2].strip()]
-        if len(differ) <= MOST_THAT_DIFFER * len(known):
+        differ = [pair for pair in pairs if pair[1].strip() != pair[2].strip()]
+        if len(differ) <= MOST_THAT_DIFFER * len(pairs):
             return ""
-        token, own, other = differ[0]
+        token, text, server_text = differ[0]
         return (
-            f"{len(differ)} of {len(known)} tokens mean another text there, such as {token}: {other!r} instead of "
-            f"{own!r}"
+            f"{len(differ)} of {len(pairs)} tokens mean another text there, such as {token}: "
+            f"{server_text!r} instead of {text!r}"
         )
 
 
@@ -223,43 +223,43 @@ class ReferenceServers:
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
-    async def logprobs(self, wanted: WantedScores) -> F32:
-        """float32 [wanted tokens], within `timeout_s` and a pause for each try, once there is room. Raises CallFailed
-        that says what each server answered last, ConfigError for one that no run of this file can use."""
+    async def logprobs(self, request: ScoreRequest) -> F32:
+        """float32 [tokens asked for], within `timeout_s` and a pause for each try, once there is room. Raises
+        CallFailed that says what each server answered last, ConfigError for one that no run of this file can use."""
         failed: dict[str, str] = {}
         num_tries = max(MIN_TRIES, len(self._servers))
-        pause_s, left = self.pause_s, list[ReferenceServer]()
+        pause_s, untried = self.pause_s, list[ReferenceServer]()
         loop = asyncio.get_running_loop()
         async with self._room:
             for number in range(num_tries):
-                if number and not left:
+                if number and not untried:
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
                     pause_s *= 2
-                left = left or list(self._servers)
+                untried = untried or list(self._servers)
                 now_s = loop.time()
-                server = min(left, key=lambda one: (one.rests_until_s > now_s, one.num_open))
-                left.remove(server)
+                server = min(untried, key=lambda server: (server.rests_until_s > now_s, server.num_open))
+                untried.remove(server)
                 try:
-                    return await self._asked(server, wanted)
+                    return await self._ask(server, request)
                 except NoScore as no:
                     failed[server.url] = str(no)
                     server.rests_until_s = loop.time() + REST_S
         raise CallFailed(f"could not be asked: {'; '.join(failed.values())}; in {num_tries} tries")
 
-    async def _asked(self, server: ReferenceServer, wanted: WantedScores) -> F32:
+    async def _ask(self, server: ReferenceServer, request: ScoreRequest) -> F32:
         server.num_open += 1
         try:
             if not server.is_known:
-                await self._get_known(server)
-            found, _ = await self._answer(server, wanted)
+                await self._check_vocabulary(server)
+            logprobs, _ = await self._answer(server, request)
         finally:
             server.num_open -= 1
         server.rests_until_s = 0.0
-        return found
+        return logprobs
 
-    async def _get_known(self, server: ReferenceServer) -> None:
+    async def _check_vocabulary(self, server: ReferenceServer) -> None:
         try:
-            _, texts = await self._answer(server, self._probes.wanted, with_texts=True)
+            _, texts = await self._answer(server, self._probes.request, with_texts=True)
         except CallFailed as error:
             raise self._wrong(server, f"does not know the tokens of {self.model_path}: {error}") from error
         if foreign := self._probes.foreign(texts):
@@ -273,18 +273,18 @@ class ReferenceServers:
         )
 
     async def _answer(
-        self, server: ReferenceServer, wanted: WantedScores, *, with_texts: bool = False
+        self, server: ReferenceServer, request: ScoreRequest, *, with_texts: bool = False
     ) -> tuple[F32, list[str | None]]:
         """Raises NoScore, CallFailed for tokens that it refuses, ConfigError for a wrong key."""
-        is_checked = not server.is_known or int(wanted.ids.max()) > int(self._probes.wanted.ids.max())
+        is_checked = not server.is_known or int(request.ids.max()) > int(self._probes.request.ids.max())
         try:
             status, raw, _ = await post_bounded(
                 self._open(), f"{server.url}/generate",
-                question(wanted, with_texts=with_texts, is_checked=is_checked), self._headers,
-                within_s=self.timeout_s, max_bytes=len(wanted.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
+                request_body(request, with_texts=with_texts, is_checked=is_checked), self._headers,
+                within_s=self.timeout_s, max_bytes=len(request.ids) * BYTES_PER_TOKEN + SPARE_BYTES, name=server.url,
             )  # fmt: skip
             if status == 200:
-                return scores_in(raw, wanted)
+                return scores_in(raw, request)
         except (NoAnswer, AnswerTooLong) as no:
             raise NoScore(str(no)) from no
         except BadAnswer as bad:
@@ -329,8 +329,8 @@ class ServedReference(Reference):
 
     async def judged(self, prompt: Prompt, sample: Sample) -> Sample:
         """Raises ReferenceFailed, UserCodeError for a sample at another temperature than the servers' log-probs."""
-        wanted = wanted_of(sample)
-        if wanted is None:
+        request = score_request(sample)
+        if request is None:
             return sample
         if sample.temperature not in (0.0, SERVED_AT):
             raise UserCodeError(
@@ -339,21 +339,21 @@ class ServedReference(Reference):
                 remedy="draw at temperature 1, or keep the reference model in the trainer: algo.ref_path",
             )
         try:
-            logprobs = await self._guard.called(prompt.group_id, lambda: self._timed(wanted))
+            logprobs = await self._guard.called(prompt.group_id, lambda: self._time_call(request))
         except CallFailed as no:
             place = f"group {prompt.group_id}, sample {sample.index}"
             remedy = REFUSED if no.is_refusal else REMEDY
             raise ReferenceFailed(f"the reference model of algo.ref_urls {no} ({place})", remedy=remedy) from no
         except MyxaError as error:
             raise ReferenceFailed(error.message, remedy=error.remedy) from error
-        return replace(sample, reference_logprobs=in_response(sample, wanted, logprobs))
+        return replace(sample, reference_logprobs=in_response(sample, request, logprobs))
 
-    async def _timed(self, wanted: WantedScores) -> F32:
+    async def _time_call(self, request: ScoreRequest) -> F32:
         started_s = self._clock.monotonic()
-        found = await self._servers.logprobs(wanted)
+        logprobs = await self._servers.logprobs(request)
         self._num_calls += 1
         self._call_s += self._clock.monotonic() - started_s
-        return found
+        return logprobs
 
     def gauges(self) -> dict[str, float]:
         """What the monitor shows of it; seconds are the mean of calls since the last time."""

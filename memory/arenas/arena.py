@@ -58,13 +58,13 @@ class Arena:
     def tag(self, tag: Tag, policy: TagPolicy) -> None:
         """Declare a tag, also again. Raises MemoryFault where the policy of a tag that holds memory would change."""
         with self._lock:
-            known = self._memories.get(tag)
-            if known is not None and known.policy != policy and known.regions:
+            memory = self._memories.get(tag)
+            if memory is not None and memory.policy != policy and memory.regions:
                 raise self._fault(
-                    f"tag {tag!r} holds {known.num_bytes:,} bytes under policy {known.policy}",
+                    f"tag {tag!r} holds {memory.num_bytes:,} bytes under policy {memory.policy}",
                     f"free them before the policy becomes {policy}",
                 )
-            if known is None or known.policy != policy:
+            if memory is None or memory.policy != policy:
                 self._memories[tag] = TaggedMemory(self._mover.place, tag, policy)
 
     def empty(self, tag: Tag, num_bytes: int) -> int:
@@ -117,13 +117,13 @@ class Arena:
         regions go over whole, so that the parts are as equal as these allow; small ones stay together. MemoryFault when
         a part is not on the device or has another policy; the others must hold nothing."""
         with self._lock:
-            whole, *others = memories = self._chosen(parts)
+            first, *rest_memories = memories = self._chosen(parts)
             for memory in memories:
                 self._mover.settle(memory)
-                if memory.backing not in MAPPED or memory.policy != whole.policy:
-                    raise self._unfit(memory, f"a part of {whole.tag!r} ({whole.policy})")
-            assert not any(memory.regions for memory in others), "a tag is divided once"
-            regions = list(whole.regions.values())
+                if memory.backing not in MAPPED or memory.policy != first.policy:
+                    raise self._unfit(memory, f"a part of {first.tag!r} ({first.policy})")
+            assert not any(memory.regions for memory in rest_memories), "a tag is divided once"
+            regions = list(first.regions.values())
             sizes = [region.mapped_bytes for region in regions]
             for memory, indices in zip(
                 memories, shares(sizes, len(memories), LEAST_GRANULES * self.driver.granularity), strict=False
@@ -204,8 +204,8 @@ class Arena:
     def _memory(self, tag: Tag) -> TaggedMemory:
         memory = self._memories.get(tag)
         if memory is None:
-            known = "the arena is closed" if self._is_closed else ", ".join(self._memories) or "no tag at all"
-            raise self._fault(f"tag {tag!r} was not declared ({known})", "declare it with its policy first")
+            tags = "the arena is closed" if self._is_closed else ", ".join(self._memories) or "no tag at all"
+            raise self._fault(f"tag {tag!r} was not declared ({tags})", "declare it with its policy first")
         return memory
 
     def _chosen(self, tags: Collection[Tag]) -> list[TaggedMemory]:
@@ -223,12 +223,12 @@ class Arena:
         if memory.backing in MAPPED:
             memory.step(TagEvent.WRITTEN)
 
-    def _fault(self, what: str, remedy: str) -> MemoryFault:
-        return MemoryFault(f"{self._mover.place}: {what}", remedy=remedy)
+    def _fault(self, fault: str, remedy: str) -> MemoryFault:
+        return MemoryFault(f"{self._mover.place}: {fault}", remedy=remedy)
 
-    def _unfit(self, memory: TaggedMemory, what: str) -> MemoryFault:
+    def _unfit(self, memory: TaggedMemory, use: str) -> MemoryFault:
         return self._fault(
-            f"tag {memory.tag!r} ({memory.policy}) is {memory.backing} and cannot be {what}",
+            f"tag {memory.tag!r} ({memory.policy}) is {memory.backing} and cannot be {use}",
             REMEDIES.get(memory.backing, ""),
         )
 

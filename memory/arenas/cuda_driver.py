@@ -162,11 +162,11 @@ class CudaLibrary:
 
     def fault(self, name: str, result: int, what: str = "") -> MemoryFault:
         """The error of a CUresult that is not 0."""
-        words = f"{name}{f' ({what})' if what else ''}: {self._word('cuGetErrorName', result)} ({result}), "
-        words += self._word("cuGetErrorString", result)
+        message = f"{name}{f' ({what})' if what else ''}: {self._word('cuGetErrorName', result)} ({result}), "
+        message += self._word("cuGetErrorString", result)
         if result == OUT_OF_MEMORY:
-            return OutOfDeviceMemory(words, remedy="release tags, or have others release theirs, first")
-        return MemoryFault(words, remedy=REMEDIES.get(result, "see the driver's log (dmesg, nvidia-smi -q)"))
+            return OutOfDeviceMemory(message, remedy="release tags, or have others release theirs, first")
+        return MemoryFault(message, remedy=REMEDIES.get(result, "see the driver's log (dmesg, nvidia-smi -q)"))
 
     def _word(self, function: str, result: int) -> str:
         word = ctypes.c_char_p()
@@ -246,13 +246,13 @@ class CopyKernel:
         needs it."""
         if (host_address | address | num_bytes) % UNIT:
             return 0
-        seen: list[int] = []
+        addresses: list[int] = []
         for end in (host_address, host_address + num_bytes - UNIT):
-            at = ctypes.c_uint64()
-            if self._library.result_of("cuMemHostGetDevicePointer_v2", ctypes.byref(at), ctypes.c_void_p(end), 0):
+            pointer = ctypes.c_uint64()
+            if self._library.result_of("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), ctypes.c_void_p(end), 0):
                 return 0
-            seen.append(at.value)
-        return seen[0] if seen[1] - seen[0] == num_bytes - UNIT else 0
+            addresses.append(pointer.value)
+        return addresses[0] if addresses[1] - addresses[0] == num_bytes - UNIT else 0
 
     def enqueue(self, stream: ctypes.c_void_p, address: int, source: int, num_bytes: int) -> None:
         """`source`: the result of `source`. Raises MemoryFault."""
@@ -321,8 +321,8 @@ class CopyLane:
                 # It is unknown what is still running, and its memory may be taken away next.
                 self._library.result_of("cuStreamSynchronize", self._stream)
                 last = self._flights[-1].ticket if self._flights else flight.ticket
-                what = f"copy of {flight.num_bytes:,} bytes at {flight.address:#x}"
-                self._broken = (last, self._library.fault("cuEventSynchronize", result, what))
+                copy = f"copy of {flight.num_bytes:,} bytes at {flight.address:#x}"
+                self._broken = (last, self._library.fault("cuEventSynchronize", result, copy))
         if self._broken is not None and ticket <= self._broken[0]:
             fault = self._broken[1]
             raise type(fault)(fault.message, remedy=fault.remedy)
@@ -359,9 +359,9 @@ class CudaDriver(VmmDriver):
                 raise MemoryFault(
                     f"{self._device} has no virtual memory management", remedy="use another GPU or driver"
                 )
-            here = MemLocation(type=ON_DEVICE, id=self._context.cuda_device)
-            self._prop = AllocationProp(type=PINNED_ON_DEVICE, location=here)
-            self._access = AccessDesc(location=here, flags=READ_WRITE)
+            location = MemLocation(type=ON_DEVICE, id=self._context.cuda_device)
+            self._prop = AllocationProp(type=PINNED_ON_DEVICE, location=location)
+            self._access = AccessDesc(location=location, flags=READ_WRITE)
             size = ctypes.c_size_t()
             self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._prop), 0)
             self._granularity = size.value
@@ -412,11 +412,11 @@ class CudaDriver(VmmDriver):
         self._call("cuMemRelease", handle, what=f"memory {handle:#x} of {num_bytes:,} bytes")
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        where = _range(address, num_bytes)
+        place = _range(address, num_bytes)
         with self._context as cuda:
-            cuda.call("cuMemMap", address, num_bytes, 0, handle, 0, what=where)
+            cuda.call("cuMemMap", address, num_bytes, 0, handle, 0, what=place)
             try:
-                cuda.call("cuMemSetAccess", address, num_bytes, ctypes.byref(self._access), 1, what=where)
+                cuda.call("cuMemSetAccess", address, num_bytes, ctypes.byref(self._access), 1, what=place)
             except MemoryFault:
                 cuda.result_of("cuMemUnmap", address, num_bytes)
                 raise
@@ -476,8 +476,8 @@ class CudaDriver(VmmDriver):
 
     def _begin(self, lane: int, address: int, num_bytes: int, name: str, *arguments: object) -> int:
         with self._context as cuda:
-            what = _range(address, num_bytes)
-            return self._issue(lane, address, num_bytes, lambda s: cuda.call(name, *arguments, s, what=what))
+            place = _range(address, num_bytes)
+            return self._issue(lane, address, num_bytes, lambda s: cuda.call(name, *arguments, s, what=place))
 
     def _issue(self, lane: int, address: int, num_bytes: int, issue: Callable[[ctypes.c_void_p], None]) -> int:
         # Tickets count over all lanes, and the remainder names the lane.
@@ -547,7 +547,7 @@ class Pinning:
         """Every page of its own thread's part made and writable, where this kernel can do that."""
         pages = -(-num_bytes // HUGE_PAGE_BYTES)
         step = -(-pages // self._num_threads) * HUGE_PAGE_BYTES
-        parts = [(address + at, min(step, num_bytes - at)) for at in range(0, num_bytes, step)]
+        parts = [(address + offset, min(step, num_bytes - offset)) for offset in range(0, num_bytes, step)]
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="pin") as threads:
             errors = set(threads.map(_make_resident, parts)) - {0}
         if errors and errno.EINVAL not in errors:
@@ -558,12 +558,12 @@ class Pinning:
 
     def _register(self, context: PrimaryContext, address: int, num_bytes: int) -> None:
         with context as cuda:
-            name, what = "cuMemHostRegister_v2", f"{num_bytes:,} bytes of the host"
+            name, size = "cuMemHostRegister_v2", f"{num_bytes:,} bytes of the host"
             result = cuda.result_of(name, ctypes.c_void_p(address), num_bytes, REGISTERED_EVERYWHERE)
             if result:
                 # Not OutOfDeviceMemory whatever the driver says: it is the host that has too little.
                 raise MemoryFault(
-                    cuda.fault(name, result, what).message,
+                    cuda.fault(name, result, size).message,
                     remedy="make the host pool smaller, or raise what this process may lock",
                 )
 

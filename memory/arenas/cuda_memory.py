@@ -119,7 +119,7 @@ class CudaMemory:
             with self._caching.using(pool):
                 yield
         except self._caching.no_memory as error:
-            raise self._explained(tag, num_failures, error) from error
+            raise self._explain(tag, num_failures, error) from error
         finally:
             self._here.tag = None
             self.adopt_new()
@@ -206,12 +206,13 @@ class CudaMemory:
         self._is_closed = True
         with self._lock:
             self.shrink(tuple(self._pools))
-            left = self.segments()
+            segments = self.segments()
             self.arena.close()
-            for segment in left:
+            for segment in segments:
                 if segment.is_taken:
                     self.table.forget(segment.address)
-            busy = {segment.slot for segment in left}  # torch may still free through these: no newer segment gets them
+            # torch may still free through these: no newer segment gets them
+            busy = {segment.slot for segment in segments}
             self._give_slots(slot for slot in self._slots if slot not in busy)
             self._slots.clear()
 
@@ -242,7 +243,7 @@ class CudaMemory:
                 remedy=REMEDIES.get(report.backing, ""),
             )
 
-    def _explained(self, tag: Tag, num_failures: int, error: Exception) -> Exception:
+    def _explain(self, tag: Tag, num_failures: int, error: Exception) -> Exception:
         failure = self.table.last_failure()
         if failure.num_failures == num_failures:
             return error  # not ours: allocations outside of the pool

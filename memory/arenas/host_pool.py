@@ -44,21 +44,21 @@ class HostPool:
 
     def take(self, num_bytes: int) -> int:
         """Address of a new piece. Raises MemoryFault with the numbers when there is no room."""
-        wanted = rounded(num_bytes, libc.PAGE_BYTES)
-        fitting = [(size, address) for address, size in self._free if size >= wanted]
+        needed = rounded(num_bytes, libc.PAGE_BYTES)
+        fitting = [(size, address) for address, size in self._free if size >= needed]
         if not fitting:
             largest = max((size for _, size in self._free), default=0)
             raise MemoryFault(
-                f"host pool: {wanted:,} bytes do not fit: {self.used_bytes:,} of {self.limit_bytes:,} are taken, the "
+                f"host pool: {needed:,} bytes do not fit: {self.used_bytes:,} of {self.limit_bytes:,} are taken, the "
                 f"largest free piece has {largest:,}",
                 remedy="raise the limit of the host pool to the sum of all tags with policy backup",
             )
         size, address = min(fitting)
         del self._free[bisect_left(self._free, (address, size))]
-        if size > wanted:
-            insort(self._free, (address + wanted, size - wanted))
-        self._taken[address] = wanted
-        self.used_bytes += wanted
+        if size > needed:
+            insort(self._free, (address + needed, size - needed))
+        self._taken[address] = needed
+        self.used_bytes += needed
         return address
 
     def give(self, address: int) -> None:
@@ -67,11 +67,11 @@ class HostPool:
         self.used_bytes -= num_bytes
         if not self._is_pinned:
             libc.advise(address, num_bytes, mmap.MADV_DONTNEED)
-        at = bisect_left(self._free, (address, num_bytes))
-        if at < len(self._free) and self._free[at][0] == address + num_bytes:
-            num_bytes += self._free.pop(at)[1]
-        if at > 0 and sum(self._free[at - 1]) == address:
-            address, before = self._free.pop(at - 1)
+        index = bisect_left(self._free, (address, num_bytes))
+        if index < len(self._free) and self._free[index][0] == address + num_bytes:
+            num_bytes += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == address:
+            address, before = self._free.pop(index - 1)
             num_bytes += before
         insort(self._free, (address, num_bytes))
 

@@ -130,12 +130,12 @@ def device_bytes(pids: Iterable[int], device: str) -> int:
     return sum(files.values())
 
 
-def _device_files(pid: int, wanted: str) -> dict[int, int]:
+def _device_files(pid: int, target: str) -> dict[int, int]:
     files: dict[int, int] = {}
     try:
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(FileNotFoundError):  # closed while we looked
-                if str(link.readlink()) == wanted:
+                if str(link.readlink()) == target:
                     stat = link.stat()
                     files[stat.st_ino] = stat.st_blocks * 512
     except (FileNotFoundError, ProcessLookupError):

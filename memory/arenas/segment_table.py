@@ -88,12 +88,12 @@ class SegmentTable:
             ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)  # fmt: skip
         for name in ("myxa_segments_untake", "myxa_segments_forget"):
             getattr(self._functions, name).argtypes = (ctypes.c_uint64,)
-        words = ctypes.create_string_buffer(1024)
+        message = ctypes.create_string_buffer(1024)
         opening = self._functions.myxa_segments_open
         opening.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)
-        if opening(library.encode(), chunk_bytes, words, len(words)):
+        if opening(library.encode(), chunk_bytes, message, len(message)):
             raise MemoryFault(
-                f"the segment allocator cannot use {library}: {words.value.decode(errors='replace')}",
+                f"the segment allocator cannot use {library}: {message.value.decode(errors='replace')}",
                 remedy="one driver library and one chunk size a process; close what was opened before",
             )
 

@@ -63,11 +63,11 @@ def tensor_at(
 ) -> torch.Tensor:
     """A contiguous tensor of `shape` over the bytes at `address`, which must be mapped now. Used while its tag is away
     it is a fault of the process (or of the GPU's context); after the region is freed it may be anybody's memory."""
-    where = torch.device(device)
+    place = torch.device(device)
     num_bytes = prod(shape) * dtype.itemsize
     if not num_bytes:
-        return torch.empty(tuple(shape), dtype=dtype, device=where)
-    return _bytes_at(address, num_bytes, where).view(dtype).view(tuple(shape))
+        return torch.empty(tuple(shape), dtype=dtype, device=place)
+    return _bytes_at(address, num_bytes, place).view(dtype).view(tuple(shape))
 
 
 def empty_tensors(
@@ -75,17 +75,17 @@ def empty_tensors(
 ) -> list[torch.Tensor]:
     """Tensors side by side in one region; contents are whatever is there. `arena.free` of the first one's address ends
     them all. `device` None: the current GPU, or the CPU for an arena on the host's memory."""
-    where = _device_of(arena) if device is None else torch.device(device)
+    place = _device_of(arena) if device is None else torch.device(device)
     offsets: list[int] = []
     end = 0
     for shape, dtype in specs:
         offsets.append(end)
         end += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if not end:
-        return [torch.empty(tuple(shape), dtype=dtype, device=where) for shape, dtype in specs]
+        return [torch.empty(tuple(shape), dtype=dtype, device=place) for shape, dtype in specs]
     base = arena.empty(tag, end)
     return [
-        tensor_at(base + offset, shape, dtype, where) for offset, (shape, dtype) in zip(offsets, specs, strict=True)
+        tensor_at(base + offset, shape, dtype, place) for offset, (shape, dtype) in zip(offsets, specs, strict=True)
     ]
 
 

@@ -61,13 +61,13 @@ class ChunkMover:
 
     def give_all(self, chunks: Iterable[MemoryChunk]) -> None:
         """Memory for every chunk, or for none of them."""
-        done: list[MemoryChunk] = []
+        given_back: list[MemoryChunk] = []
         try:
             for chunk in chunks:
                 self.give_memory(chunk)
-                done.append(chunk)
+                given_back.append(chunk)
         except MemoryFault:
-            for chunk in done:
+            for chunk in given_back:
                 self.take_memory(chunk)
             raise
 
@@ -124,9 +124,9 @@ class ChunkMover:
             for memory in ordered:
                 self._go_back(memory)
             names = ", ".join(memory.tag for memory in ordered)
-            wanted = sum(memory.num_bytes for memory in ordered)
-            what = f"{self.place}: {names} cannot come back ({wanted:,} bytes in all), all is as it was"
-            raise at_place(what, error) from error
+            num_bytes = sum(memory.num_bytes for memory in ordered)
+            fault = f"{self.place}: {names} cannot come back ({num_bytes:,} bytes in all), all is as it was"
+            raise at_place(fault, error) from error
         copied_bytes = sum(memory.num_bytes for memory in ordered if memory.backing == "host")
         for memory in ordered:
             memory.step(TagEvent.MAPPED)
@@ -152,17 +152,17 @@ class ChunkMover:
 
     def reserve_host_copies(self, leaving: Sequence[TaggedMemory]) -> None:
         """Room on the host for all that will be copied, or MemoryFault. A copy keeps it while its region lives."""
-        taken: list[MemoryChunk] = []
+        reserved: list[MemoryChunk] = []
         try:
             for chunk in (chunk for memory in leaving for chunk in memory.chunks() if chunk.slab is None):
                 chunk.slab = self.pool.take(chunk.num_bytes)
-                taken.append(chunk)
+                reserved.append(chunk)
         except MemoryFault as error:
-            for chunk in taken:
+            for chunk in reserved:
                 self.give_up_copy(chunk)
             names = ", ".join(memory.tag for memory in leaving)
-            what = f"{self.place}: no room on the host for the contents of {names}; nothing was moved"
-            raise at_place(what, error) from error
+            fault = f"{self.place}: no room on the host for the contents of {names}; nothing was moved"
+            raise at_place(fault, error) from error
 
 
 class Offload:

@@ -126,24 +126,24 @@ class Overrun(MemoryFault):
     """The work did not end by its deadline and was abandoned."""
 
 
-def within(seconds: float, what: Callable[[], str], work: Callable[[], T]) -> T:
+def within(seconds: float, describe: Callable[[], str], work: Callable[[], T]) -> T:
     """The result, or error, of `work`; Overrun with `what()` after `seconds`. In a daemon thread: one of
     `concurrent.futures` would be joined at exit, so that one hung call would keep the process from ending."""
-    done = begin_in_daemon_thread(work, "communicators")
-    if not wait([done], max(seconds, 0.0)).done:
-        raise Overrun(f"{what()} did not end within {seconds:.1f} s")
-    return done.result()
+    future = begin_in_daemon_thread(work, "communicators")
+    if not wait([future], max(seconds, 0.0)).done:
+        raise Overrun(f"{describe()} did not end within {seconds:.1f} s")
+    return future.result()
 
 
 def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int) -> None:
     """`work` for every item, begun in their order, so many at a time; the first error is raised when all have ended."""
-    left = deque(items)
+    queue = deque(items)
     errors: list[BaseException] = []
 
     def run() -> None:
         while True:
             try:
-                item = left.popleft()
+                item = queue.popleft()
             except IndexError:
                 return
             try:
@@ -151,7 +151,7 @@ def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int)
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
 
-    wait([begin_in_daemon_thread(run, "communicators") for _ in range(min(num_at_once, len(left)))])
+    wait([begin_in_daemon_thread(run, "communicators") for _ in range(min(num_at_once, len(queue)))])
     if errors:
         raise errors[0]
 
@@ -175,7 +175,7 @@ class ProxiedGroup:
     def __init__(
         self,
         kind: Native,
-        given: Any,
+        request: Any,
         options: Any,
         clock: Clock,
         allowance: Callable[[str], tuple[int, float]],
@@ -183,13 +183,13 @@ class ProxiedGroup:
     ) -> None:
         """`given`: what torch gave when the group was made; `options`: ProcessGroupNCCL.Options of the caller."""
         self.kind: Native = kind
-        self.name = str(given.group_id)
-        self.ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        self.name = str(request.group_id)
+        self.ranks = tuple(request.global_ranks_in_group) or tuple(range(request.group_size))
         """All members, as ranks of WORLD."""
         self.proxy: Proxy | None = None
-        self._store: Any = given.store
-        self._place: int = given.group_rank
-        self._timeout: timedelta = given.timeout
+        self._store: Any = request.store
+        self._place: int = request.group_rank
+        self._timeout: timedelta = request.timeout
         self._options: Any = options
         self._rank = self.ranks[self._place]
         self._words = f"{kind} group {self.name} of ranks {list(self.ranks)}"
@@ -198,7 +198,7 @@ class ProxiedGroup:
         self._clock = clock
         self._allowance = allowance
         self._on_closed = on_closed
-        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", given.store), self._rank, clock)
+        self._membership = MembershipCheck(PrefixStore(f"{KEYS}-roll", request.store), self._rank, clock)
 
     def make(self, is_pair: bool) -> object:
         """The inner backend; MemoryFault when communicators are released, or who did not come."""
@@ -303,15 +303,15 @@ class ReloadComms:
         """Make the names known; groups made from now on belong to this object."""
         for name, kind in NAMES.items():
 
-            def create(given: Any, options: Any, kind: Native = kind) -> object:
-                return self._create(kind, given, options)
+            def create(request: Any, options: Any, kind: Native = kind) -> object:
+                return self._create(kind, request, options)
 
             register = cast(Any, dist.Backend).register_backend
             register(name, create, extended_api=True, devices=DEVICES[kind])
 
-    def _create(self, kind: Native, given: Any, options: Any) -> object:
+    def _create(self, kind: Native, request: Any, options: Any) -> object:
         group = ProxiedGroup(
-            kind, given, options, self._clock, self._allowance, lambda name: self._groups.pop(name, None)
+            kind, request, options, self._clock, self._allowance, lambda name: self._groups.pop(name, None)
         )
         if group.name in self._groups:
             raise MemoryFault(
@@ -322,12 +322,12 @@ class ReloadComms:
             raise MemoryFault(
                 "myxa_nccl: this torch was built without NCCL", remedy="myxa_gloo, or a CUDA build of torch"
             )
-        if not given.global_ranks_in_group:  # WORLD: whom to agree with, and over what
-            store = PrefixStore(f"{KEYS}-control", given.store)
-            self._membership, self._world = MembershipCheck(store, given.group_rank, self._clock), group.ranks
+        if not request.global_ranks_in_group:  # WORLD: whom to agree with, and over what
+            store = PrefixStore(f"{KEYS}-control", request.store)
+            self._membership, self._world = MembershipCheck(store, request.group_rank, self._clock), group.ranks
             self._membership.tell("at epoch 0")
         group.proxy = self._module.ReloadableBackend(
-            given.group_rank, len(group.ranks), kind, kind == "nccl", kind in self._local_kinds, group
+            request.group_rank, len(group.ranks), kind, kind == "nccl", kind in self._local_kinds, group
         )
         self._groups[group.name] = group
         return group.proxy
@@ -369,13 +369,13 @@ class ReloadComms:
         """Groups may be used again, once all members have come; those that were live are built."""
         if self._state != "live":
             deadline = self._clock.monotonic() + timeout_s
-            words = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
-            wanted = {name for word in words.values() for name in cast(list[str], json.loads(word))}
-            chosen = [group for name, group in sorted(self._groups.items()) if name in wanted]
+            answers = self._meet(f"restore under epoch {epoch}", deadline, json.dumps(self._was_live))
+            live_names = {name for word in answers.values() for name in cast(list[str], json.loads(word))}
+            groups = [group for name, group in sorted(self._groups.items()) if name in live_names]
             self._epoch, self._deadline = epoch, deadline
             try:
                 # One after the other: gloo and NCCL wait inside the store's one connection, on which all would wait.
-                self._within(deadline, "build", lambda: self._for_each(chosen, ProxiedGroup.build, 1))
+                self._within(deadline, "build", lambda: self._for_each(groups, ProxiedGroup.build, 1))
             except BaseException:
                 self._state = "broken"
                 raise
@@ -415,9 +415,9 @@ class ReloadComms:
                 remedy="they ended or did not get the order; abort, and restore under a newer epoch",
             ) from None
 
-    def _tell(self, where: str) -> None:
+    def _tell(self, place: str) -> None:
         if self._membership is not None:
-            self._membership.tell(where)
+            self._membership.tell(place)
 
     def _drop_all(self) -> None:
         self._for_each(self.live(), lambda g: g.drop("shutdown" if g.kind == "nccl" else ""), NUM_DROPS)

@@ -62,34 +62,34 @@ class MembershipCheck:
         self._clock = clock
         self._left: list[str] = []
 
-    def tell(self, where: str) -> None:
+    def tell(self, place: str) -> None:
         """Where this member is now, for the others' error messages."""
-        self._guard(lambda: self._store.set(f"at/{self.rank}", where))
+        self._guard(lambda: self._store.set(f"at/{self.rank}", place))
 
     def arrive(self, point: str) -> None:
         """Come to `point` without waiting for anybody: others may count on this member there."""
-        mine = f"{point}/{self.rank}"
-        self._guard(lambda: self._store.set(mine, ""))
-        self._left.append(mine)
+        key = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(key, ""))
+        self._left.append(key)
 
     def meet(self, point: str, ranks: Collection[int], deadline: float, word: str = "") -> dict[int, str]:
         """Wait until all `ranks` came to `point`; the word that each brought. `deadline` is a reading of the clock.
         Raises Absent with the ranks that did not come."""
         keys = {rank: f"{point}/{rank}" for rank in sorted(ranks)}
-        mine = f"{point}/{self.rank}"
-        self._guard(lambda: self._store.set(mine, word))
+        own_key = f"{point}/{self.rank}"
+        self._guard(lambda: self._store.set(own_key, word))
         missing = self._wait(keys, deadline)
         if missing:
             with contextlib.suppress(MemoryFault):
                 # Else a late member would find all others here and continue alone.
-                self._guard(lambda: self._store.delete_key(mine))
+                self._guard(lambda: self._store.delete_key(own_key))
                 self.tell(f"{GAVE_UP} at '{point}' without rank {', '.join(map(str, missing))}")
             raise self._absent(point, missing)
-        words = {rank: self._guard(lambda key=key: self._store.get(key)).decode() for rank, key in keys.items()}
+        answers = {rank: self._guard(lambda key=key: self._store.get(key)).decode() for rank, key in keys.items()}
         for key in self._left:  # everybody who came here has read the keys of the point before
             self._guard(lambda key=key: self._store.delete_key(key))
-        self._left = [mine]
-        return words
+        self._left = [own_key]
+        return answers
 
     def _wait(self, keys: dict[int, str], deadline: float) -> list[int]:
         pause_s = POLL_S
@@ -102,15 +102,15 @@ class MembershipCheck:
 
     def _absent(self, point: str, missing: list[int]) -> Absent:
         """Who was missing first, and who gave up because of that."""
-        where = {rank: self._where(rank) for rank in missing}
-        culprits = [rank for rank in missing if not where[rank].startswith(GAVE_UP)] or missing
-        absent = ", ".join(f"rank {rank} ({where[rank]})" for rank in culprits)
+        places = {rank: self._last_place(rank) for rank in missing}
+        culprits = [rank for rank in missing if not places[rank].startswith(GAVE_UP)] or missing
+        absent = ", ".join(f"rank {rank} ({places[rank]})" for rank in culprits)
         also = [f"rank {rank}" for rank in missing if rank not in culprits]
         given_up = f"; {', '.join(also)} gave up earlier" if also else ""
         remedy = "see the logs of the ranks named"
         return Absent(f"{absent} did not come to '{point}'{given_up}", tuple(culprits), remedy=remedy)
 
-    def _where(self, rank: int) -> str:
+    def _last_place(self, rank: int) -> str:
         """What that member reported last; never raises."""
         try:
             key = f"at/{rank}"

@@ -118,9 +118,9 @@ class LeaseLedger:
         """Whose use of these devices (None: of all) is to be measured, by node."""
         uses: dict[int, list[DeviceUse]] = {}
         for device in self.devices if devices is None else devices:
-            there = list(self.on(device))
-            pids = sorted({pid for tenant in there for pid in tenant.report.pids})
-            uses.setdefault(there[0].report.node, []).append(DeviceUse(device, tuple(pids)))
+            tenants = list(self.on(device))
+            pids = sorted({pid for tenant in tenants for pid in tenant.report.pids})
+            uses.setdefault(tenants[0].report.node, []).append(DeviceUse(device, tuple(pids)))
         return uses
 
     # -- sums
@@ -130,8 +130,8 @@ class LeaseLedger:
         yield from (tenant for tenant in self.tenants.values() if device in tenant.report.devices)
 
     def gang(self, name: str) -> tuple[Incarnation, ...]:
-        found = [t for t in self.tenants.values() if t.report.gang == name]
-        return tuple(sorted(found, key=lambda t: t.name))
+        members = [t for t in self.tenants.values() if t.report.gang == name]
+        return tuple(sorted(members, key=lambda t: t.name))
 
     def held(self, device: str) -> int:
         """By the books."""
@@ -156,8 +156,8 @@ class LeaseLedger:
         reading = self.readings.get(device)
         if reading is None:
             return 0
-        taken = sum(t.held_bytes - t.untaken_bytes for t in self.on(device))
-        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - taken)
+        attributed = sum(t.held_bytes - t.untaken_bytes for t in self.on(device))
+        return max(0, reading.capacity_bytes - reading.free_bytes - reading.driver_bytes - attributed)
 
     # -- for people
 
@@ -171,10 +171,10 @@ class LeaseLedger:
                 if is_mapped(tag) or tenant.silent:
                     sizes[whole_of(tag.tag)] = sizes.get(whole_of(tag.tag), 0) + tag.num_bytes
             held += [(n, f"{tenant.name} {tag} {in_words(n)} ({state})") for tag, n in sizes.items() if n]
-        held.sort(key=lambda one: (-one[0], one[1]))
-        parts = [words for _, words in held[:MAX_HOLDERS]]
-        if rest := held[MAX_HOLDERS:]:
-            parts.append(f"{len(rest)} more {in_words(sum(n for n, _ in rest))}")
+        held.sort(key=lambda holder: (-holder[0], holder[1]))
+        parts = [text for _, text in held[:MAX_HOLDERS]]
+        if others := held[MAX_HOLDERS:]:
+            parts.append(f"{len(others)} more {in_words(sum(n for n, _ in others))}")
         if strangers := self.unattributed(device):
             parts.append(f"{in_words(strangers)} by unregistered processes")
         return f"refused: {in_words(short_bytes)} short on {device}, held by {', '.join(parts) or 'no process'}"
@@ -221,14 +221,14 @@ def rank_of(tag: TagReport) -> int:
 
 def choose(candidates: Iterable[Candidate], short_bytes: int) -> tuple[Candidate, ...] | None:
     """The cheapest classes, the largest first, until `short_bytes` of a device are free; None: they do not do."""
-    chosen: list[Candidate] = []
-    for each in sorted(candidates, key=lambda c: (c.rank, -c.num_bytes, c.tenant, c.tag)):
+    leaving: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.rank, -c.num_bytes, c.tenant, c.tag)):
         if short_bytes <= 0:
             break
-        if each.num_bytes:
-            chosen.append(each)
-            short_bytes -= each.num_bytes
-    return tuple(chosen) if short_bytes <= 0 else None
+        if candidate.num_bytes:
+            leaving.append(candidate)
+            short_bytes -= candidate.num_bytes
+    return tuple(leaving) if short_bytes <= 0 else None
 
 
 COLLECTIVE: tuple[Tag, ...] = ("nccl",)
@@ -261,21 +261,21 @@ class Shortage:
 
 def asked_bytes(ledger: LeaseLedger, restore: Mapping[str, tuple[Tag, ...]]) -> dict[str, int]:
     """Device -> what a restore of these will take from it."""
-    asked: dict[str, int] = {}
+    num_bytes_on: dict[str, int] = {}
     for name, tags in restore.items():
         tenant = ledger.tenants.get(name)
         if tenant is None or not tenant.is_usable:
             continue
         num_bytes = sum(t.num_bytes for t in tenant.report.tags if t.tag in tags and not is_mapped(t))
         for device in tenant.report.devices if num_bytes else ():
-            asked[device] = asked.get(device, 0) + num_bytes
-    return asked
+            num_bytes_on[device] = num_bytes_on.get(device, 0) + num_bytes
+    return num_bytes_on
 
 
 def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
     """The least that grants `request`."""
     members = ledger.gang(request.gang)
-    if (wrong := _wrong_with(request, members)) is not None:
+    if (wrong := _find_conflict(request, members)) is not None:
         return wrong
     restore: dict[str, tuple[Tag, ...]] = {}
     for member in members:
@@ -293,7 +293,7 @@ def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
     return SwitchPlan(tuple(sorted(drain)), release, restore, tuple(sorted(commit)))
 
 
-def _wrong_with(request: LeaseRequest, members: tuple[Incarnation, ...]) -> Shortage | None:
+def _find_conflict(request: LeaseRequest, members: tuple[Incarnation, ...]) -> Shortage | None:
     if not members:
         return Shortage(f"refused: no tenant of gang {request.gang!r} is there", may_pass=True)
     if request.gang in request.quiet:
@@ -305,12 +305,12 @@ def _wrong_with(request: LeaseRequest, members: tuple[Incarnation, ...]) -> Shor
         if lost:
             return Shortage(f"refused: {member.name} lost the contents of {', '.join(lost)}; it has to be restarted")
     for tag in COLLECTIVE:
-        have = [member.name for member in members if member.tag(tag) is not None]
-        if tag in request.tags and have and len(have) < len(members):  # the others would be waited for in vain
-            without = ", ".join(member.name for member in members if member.name not in have)
+        holders = [member.name for member in members if member.tag(tag) is not None]
+        if tag in request.tags and holders and len(holders) < len(members):  # the others would be waited for in vain
+            without = ", ".join(member.name for member in members if member.name not in holders)
             return Shortage(
-                f"refused: {', '.join(have)} can release communicators and {without} cannot: all ranks must be alike; "
-                'install a C++ compiler on each node, or set memory.communicators = "keep"'
+                f"refused: {', '.join(holders)} can release communicators and {without} cannot: all ranks must be "
+                'alike; install a C++ compiler on each node, or set memory.communicators = "keep"'
             )
     return None
 
@@ -319,15 +319,15 @@ def _evict(
     ledger: LeaseLedger, request: LeaseRequest, restore: Mapping[str, tuple[Tag, ...]]
 ) -> tuple[Candidate, ...] | Shortage:
     """What has to leave, over all devices. A tag that leaves one device leaves all of its tenant's."""
-    asked = asked_bytes(ledger, restore)
-    chosen: list[Candidate] = []
-    for device in asked:
-        picked = _pick(ledger, device, asked[device], _candidates(ledger, request, device), chosen)
+    needed = asked_bytes(ledger, restore)
+    leaving: list[Candidate] = []
+    for device in needed:
+        picked = _pick(ledger, device, needed[device], _candidates(ledger, request, device), leaving)
         if isinstance(picked, Shortage):
             return picked
-        chosen += picked
+        leaving += picked
     return _collective(
-        ledger, _spared(ledger, chosen, {device: asked[device] - ledger.room(device) for device in asked})
+        ledger, _without_needless(ledger, leaving, {device: needed[device] - ledger.room(device) for device in needed})
     )
 
 
@@ -344,58 +344,58 @@ def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list
 
 
 def _pick(
-    ledger: LeaseLedger, device: str, asked: int, candidates: list[Candidate], chosen: Sequence[Candidate]
+    ledger: LeaseLedger, device: str, needed: int, candidates: list[Candidate], leaving: Sequence[Candidate]
 ) -> tuple[Candidate, ...] | Shortage:
     """Of one device's candidates; what was chosen for another device may have made room here, too."""
-    left = [c for c in candidates if c not in chosen]
-    short = asked - ledger.room(device) - _num_bytes(c for c in candidates if c in chosen)
-    picked = choose(left, short)
+    remaining = [c for c in candidates if c not in leaving]
+    short = needed - ledger.room(device) - _num_bytes(c for c in candidates if c in leaving)
+    picked = choose(remaining, short)
     if picked is not None:
         return picked
     books = ledger.capacity(device) - ledger.reserve_bytes - ledger.held(device) + _num_bytes(candidates)
-    is_full = asked > books  # whatever will be measured
-    if any(c.num_bytes == 0 for c in left) and not is_full:
-        return tuple(left)  # some do not report their size: all of them leave, and the measurement decides
-    return Shortage(ledger.short_words(device, short - _num_bytes(left)), may_pass=not is_full)
+    is_full = needed > books  # whatever will be measured
+    if any(c.num_bytes == 0 for c in remaining) and not is_full:
+        return tuple(remaining)  # some do not report their size: all of them leave, and the measurement decides
+    return Shortage(ledger.short_words(device, short - _num_bytes(remaining)), may_pass=not is_full)
 
 
-def _spared(ledger: LeaseLedger, chosen: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
+def _without_needless(ledger: LeaseLedger, leaving: Sequence[Candidate], short: Mapping[str, int]) -> list[Candidate]:
     """Without those that no device needs, the costliest first: one chosen later may have made them superfluous."""
-    counts = {c: [device for device in short if device in ledger.tenants[c.tenant].report.devices] for c in chosen}
+    counts = {c: [device for device in short if device in ledger.tenants[c.tenant].report.devices] for c in leaving}
     surplus = {
-        device: _num_bytes(c for c in chosen if device in counts[c]) - num_bytes for device, num_bytes in short.items()
+        device: _num_bytes(c for c in leaving if device in counts[c]) - num_bytes for device, num_bytes in short.items()
     }
-    kept = list(chosen)
-    for each in sorted(chosen, key=lambda c: (c.rank, c.num_bytes), reverse=True):
-        if each.num_bytes and all(each.num_bytes <= surplus[device] for device in counts[each]):
-            kept.remove(each)
-            for device in counts[each]:
-                surplus[device] -= each.num_bytes
-    return kept
+    needed = list(leaving)
+    for candidate in sorted(leaving, key=lambda c: (c.rank, c.num_bytes), reverse=True):
+        if candidate.num_bytes and all(candidate.num_bytes <= surplus[device] for device in counts[candidate]):
+            needed.remove(candidate)
+            for device in counts[candidate]:
+                surplus[device] -= candidate.num_bytes
+    return needed
 
 
 def _num_bytes(candidates: Iterable[Candidate]) -> int:
     return sum(c.num_bytes for c in candidates)
 
 
-def _collective(ledger: LeaseLedger, chosen: list[Candidate]) -> tuple[Candidate, ...]:
+def _collective(ledger: LeaseLedger, leaving: list[Candidate]) -> tuple[Candidate, ...]:
     """With the same tag of all other members of a gang, where the members can only release it together."""
     extra: list[Candidate] = []
-    together: set[tuple[str, Tag]] = {(c.gang, c.tag) for c in chosen if c.tag in COLLECTIVE}
+    together: set[tuple[str, Tag]] = {(c.gang, c.tag) for c in leaving if c.tag in COLLECTIVE}
     for gang, tag in sorted(together):
-        have = {c.tenant for c in chosen if c.tag == tag}
+        tenants = {c.tenant for c in leaving if c.tag == tag}
         for member in ledger.gang(gang):
             report = member.tag(tag)
-            if member.name not in have and report is not None and member.is_usable and can_leave(report):
+            if member.name not in tenants and report is not None and member.is_usable and can_leave(report):
                 extra.append(Candidate(member.name, gang, tag, report.num_bytes, rank_of(report)))
-    return (*chosen, *extra)
+    return (*leaving, *extra)
 
 
-def _by_tenant(ledger: LeaseLedger, chosen: tuple[Candidate, ...]) -> dict[str, tuple[Tag, ...]]:
+def _by_tenant(ledger: LeaseLedger, leaving: tuple[Candidate, ...]) -> dict[str, tuple[Tag, ...]]:
     """In the order in which each tenant lists its tags."""
     picked: dict[str, set[Tag]] = {}
-    for each in chosen:
-        picked.setdefault(each.tenant, set()).add(each.tag)
+    for candidate in leaving:
+        picked.setdefault(candidate.tenant, set()).add(candidate.tag)
     return {
         name: tuple(tag.tag for tag in ledger.tenants[name].report.tags if tag.tag in tags)
         for name, tags in sorted(picked.items())

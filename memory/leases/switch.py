@@ -254,8 +254,8 @@ class Switch:
         return [name for names in self._leases.gangs.values() for name in names]
 
     def _planned(self) -> SwitchPlan | Shortage:
-        wanted = self._leases.gangs.get(self._request.gang, ())
-        if missing := [name for name in wanted if name not in self._ledger.tenants]:
+        names = self._leases.gangs.get(self._request.gang, ())
+        if missing := [name for name in names if name not in self._ledger.tenants]:
             return Shortage(f"{', '.join(missing)} of gang {self._request.gang} did not report", may_pass=True)
         return build(self._ledger, self._request)
 
@@ -284,8 +284,8 @@ class Switch:
     def _late_words(self) -> str:
         if self._trouble:
             return self._trouble
-        who = ", ".join(sorted(self._pending)) or "no tenant"
-        return f"{who} did not {self._phase} within {self._now() - self._phase_started:.1f} s"
+        names = ", ".join(sorted(self._pending)) or "no tenant"
+        return f"{names} did not {self._phase} within {self._now() - self._phase_started:.1f} s"
 
     # -- back
 
@@ -354,8 +354,8 @@ class Switch:
                 failed.add(name)
 
         with self._timed(f"fallback_{kind}"):
-            there = [name for name in tags if name in self._ledger.tenants and self._ledger.tenants[name].is_usable]
-            await asyncio.gather(*(attempt(name, tags[name]) for name in there))
+            names = [name for name in tags if name in self._ledger.tenants and self._ledger.tenants[name].is_usable]
+            await asyncio.gather(*(attempt(name, tags[name]) for name in names))
         return failed
 
     # -- tenants
@@ -378,8 +378,8 @@ class Switch:
                 self._ledger.tenants.pop(name, None)
             except TimeoutError:
                 self._ledger.tenants.pop(name, None)
-                if (known := self._leases.reports.get(name)) is not None:
-                    self._ledger.add(known, f"does not answer (asked for {within_s:.1f} s)")
+                if (report := self._leases.reports.get(name)) is not None:
+                    self._ledger.add(report, f"does not answer (asked for {within_s:.1f} s)")
 
         await asyncio.gather(*map(ask, names))
 
@@ -443,12 +443,12 @@ class Switch:
 
     async def _verify(self, restore: Mapping[str, tuple[Tag, ...]], still_s: float) -> str:
         """Wait until a measurement shows room. In words what is short, once that did not shrink for `still_s`."""
-        asked = asked_bytes(self._ledger, restore)
+        needed = asked_bytes(self._ledger, restore)
         least: float = float("inf")
         shrank_at, pause_s = self._now(), _FIRST_PAUSE_S
-        while asked:
-            await self._measure(sorted(asked))
-            short = {d: n - room for d, n in asked.items() if (room := self._ledger.room(d)) < n}
+        while needed:
+            await self._measure(sorted(needed))
+            short = {d: n - room for d, n in needed.items() if (room := self._ledger.room(d)) < n}
             if not short:
                 break
             if sum(short.values()) < least:

@@ -17,7 +17,7 @@ from tests.reference.teachers import Letters, expected, made, only_once_known, o
 
 from myxa.actors.http_client import key_from
 from myxa.actors.reference import server as servers_module
-from myxa.actors.reference.server import ReferenceServers, in_response, wanted_of
+from myxa.actors.reference.server import ReferenceServers, in_response, score_request
 from myxa.actors.rewards.call import CallFailed
 from myxa.core.errors import ConfigError
 from myxa.core.samples import Sample
@@ -36,9 +36,9 @@ async def asking(*urls: str, **more: Any) -> AsyncIterator[ReferenceServers]:
 
 
 async def score(servers: ReferenceServers, sample: Sample) -> list[float]:
-    wanted = wanted_of(sample)
-    assert wanted is not None
-    return in_response(sample, wanted, await servers.logprobs(wanted)).tolist()
+    request = score_request(sample)
+    assert request is not None
+    return in_response(sample, request, await servers.logprobs(request)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ async def test_a_wrong_key_ends_it() -> None:
 
 
 def test_the_key_is_that_of_the_variable_and_what_was_not_drawn_is_not_asked_for() -> None:
-    assert wanted_of(made("000")) is None and wanted_of(made("")) is None
+    assert score_request(made("000")) is None and score_request(made("")) is None
     assert (key_from({}, "", "a.key"), key_from({"K": "sesame"}, "K", "a.key")) == ("", "sesame")
     with pytest.raises(ConfigError, match=r'algo.ref_key_env = "K": that variable is not set.* -- set it in'):
         key_from({"K": ""}, "K", "algo.ref_key_env")

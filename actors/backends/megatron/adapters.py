@@ -128,27 +128,27 @@ class MegatronAdapters(Adapters):
     def whole(self, total: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(a trainer's name, whole float32 tensor) on every rank. `total(tensor)`: its sum over ranks. Collective."""
         grid = self._grid
-        found = {name: torch.zeros(shape) for name, shape in adapter_shapes(self._rank, self.matrices).items()}
+        numbers = {name: torch.zeros(shape) for name, shape in adapter_shapes(self._rank, self.matrices).items()}
         for shard in self._shards() if grid.cp.rank() == grid.dp.rank() == 0 else ():
             if shard.is_cut or grid.tp.rank() == 0:
-                here = shard.parameter.shape[shard.axis]
-                found[shard.name].narrow(shard.axis, shard.start, here).copy_(shard.parameter.detach())
-        return ((name, total(tensor)) for name, tensor in found.items())
+                length = shard.parameter.shape[shard.axis]
+                numbers[shard.name].narrow(shard.axis, shard.start, length).copy_(shard.parameter.detach())
+        return ((name, total(tensor)) for name, tensor in numbers.items())
 
     def sharded(self) -> dict[str, Any]:
         """What megatron-core's checkpoints know of them, by key and place."""
         kind: Any = mcore.module("dist_checkpointing.mapping").ShardedTensor
         shapes = adapter_shapes(self._rank, self.matrices)
         group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
-        found: dict[str, Any] = {}
+        shards: dict[str, Any] = {}
         for shard in self._shards():
-            here = shard.parameter.shape[shard.axis]
-            place = (shard.axis, shard.start // here, shapes[shard.name][shard.axis] // here)
+            length = shard.parameter.shape[shard.axis]
+            place = (shard.axis, shard.start // length, shapes[shard.name][shard.axis] // length)
             replica = (0, 0 if shard.is_cut else self._grid.tp.rank(), group.rank())
-            found[f"{shard.name}@{shard.start}"] = kind.from_rank_offsets(
+            shards[f"{shard.name}@{shard.start}"] = kind.from_rank_offsets(
                 f"{ADAPTERS}{shard.name}", shard.parameter, place, replica_id=replica
             )
-        return found
+        return shards
 
     @torch.no_grad()
     def restore(self, loaded: Mapping[str, Tensor]) -> None:
@@ -197,14 +197,14 @@ class MegatronAdapters(Adapters):
         (a, b), (whole_a, whole_b) = (f"{name}.{part}" for part in PARTS), self.first(name)
         part = pieces[0].columns
         if part is not None:  # the layer's results are added up over ranks
-            own = self._made(module, a, whole_a[:, slice(*part)], 1, part[0])
-            return own, [self._made(module, b, whole_b)]
+            cut_a = self._make(module, a, whole_a[:, slice(*part)], 1, part[0])
+            return cut_a, [self._make(module, b, whole_b)]
         runs: list[tuple[int, int]] = []
         for first, last in (piece.rows for piece in pieces):
             runs = [*runs[:-1], (runs[-1][0], last)] if runs and runs[-1][1] == first else [*runs, (first, last)]
-        return self._made(module, a, whole_a), [self._made(module, b, whole_b[slice(*r)], 0, r[0]) for r in runs]
+        return self._make(module, a, whole_a), [self._make(module, b, whole_b[slice(*r)], 0, r[0]) for r in runs]
 
-    def _made(self, module: Any, name: str, value: Tensor, axis: int | None = None, start: int = 0) -> Shard:
+    def _make(self, module: Any, name: str, value: Tensor, axis: int | None = None, start: int = 0) -> Shard:
         parameter = nn.Parameter(value.to(module.weight, copy=True).contiguous())
         is_cut = axis is not None
         if is_cut:

@@ -53,14 +53,14 @@ class Rotary:
 
 
 def _rotated(x_Thd: Tensor, cos: Tensor, sin: Tensor, dim: int, is_interleaved: bool) -> Tensor:
-    turning, rest = x_Thd[..., :dim], x_Thd[..., dim:]
+    turning, still = x_Thd[..., :dim], x_Thd[..., dim:]
     if is_interleaved:
         quarter = torch.stack([-turning[..., 1::2], turning[..., 0::2]], dim=-1).flatten(-2)
     else:
         first, second = turning.chunk(2, dim=-1)
         quarter = torch.cat([-second, first], dim=-1)
     turned = turning * cos + quarter * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    return torch.cat([turned, still], dim=-1) if still.shape[-1] else turned
 
 
 _rotated_alone = fused(_rotated)
@@ -86,16 +86,16 @@ def plan_attention(
     lengths: Sequence[int], rotary: Rotary, dtype: torch.dtype, device: torch.device, cp_size: int, cp_rank: int
 ) -> AttentionPlan:
     num_chunks = 2 * cp_size if cp_size > 1 else 1
-    own = from_array(zigzag(lengths, num_chunks, cp_rank))
+    own_tokens = from_array(zigzag(lengths, num_chunks, cp_rank))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    tables = rotary.tables(positions[own].to(device), dtype)
+    tables = rotary.tables(positions[own_tokens].to(device), dtype)
     if cp_size == 1:
-        whole = PackedRows.of(lengths, device)
-        return AttentionPlan(queries=whole, keys=whole, key_rows=None, tables=tables)
+        sequences = PackedRows.of(lengths, device)
+        return AttentionPlan(queries=sequences, keys=sequences, key_rows=None, tables=tables)
     # where[t]: row of token t in the gathered keys, which lie rank by rank in each rank's own order
     gathered = from_array(np.concatenate([zigzag(lengths, num_chunks, rank) for rank in range(cp_size)]))
-    where = torch.empty_like(gathered)
-    where[gathered] = torch.arange(len(gathered))
+    row_of_token = torch.empty_like(gathered)
+    row_of_token[gathered] = torch.arange(len(gathered))
     queries: list[int] = []
     keys: list[int] = []
     rows: list[Tensor] = []
@@ -105,7 +105,7 @@ def plan_attention(
         for number in (cp_rank, num_chunks - 1 - cp_rank):
             queries.append(chunk)
             keys.append((number + 1) * chunk)
-            rows.append(where[start : start + keys[-1]])
+            rows.append(row_of_token[start : start + keys[-1]])
         start += length
     return AttentionPlan(
         queries=PackedRows.of(queries, device), keys=PackedRows.of(keys, device),
@@ -219,10 +219,10 @@ class PackedSelfAttention(SelfAttention):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # pyright: ignore[reportUnknownMemberType]
-        own, model = cast(Any, self), cast(Any, self).core_attention.rotary.config
-        groups, width = int(own.num_query_groups_per_partition), int(own.hidden_size_per_attention_head)
+        attention, model = cast(Any, self), cast(Any, self).core_attention.rotary.config
+        groups, width = int(attention.num_query_groups_per_partition), int(attention.hidden_size_per_attention_head)
         # What a module holds is compiled in; numbers that come with a call are not.
-        self.cut = (groups, int(own.num_attention_heads_per_partition) // groups * width, width)
+        self.cut = (groups, int(attention.num_attention_heads_per_partition) // groups * width, width)
         self.turn = (model.rotary_dim, model.is_rope_interleaved)
         self.eps = float(config.layernorm_epsilon)
 
@@ -237,11 +237,11 @@ class PackedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Of hidden states [T, 1, hidden]: queries [T, 1, heads, d], keys and values [T, 1, groups, d]."""
-        own = cast(Any, self)
-        mixed = cast(Tensor, own.linear_qkv(hidden_states)[0])
-        norms = (own.q_layernorm, own.k_layernorm)  # or parts that do nothing
+        attention = cast(Any, self)
+        mixed = cast(Tensor, attention.linear_qkv(hidden_states)[0])
+        norms = (attention.q_layernorm, attention.k_layernorm)  # or parts that do nothing
         weights = tuple(norm(mixed) if isinstance(norm, HeadNorm) else None for norm in norms)
-        return _heads(mixed, self, weights, own.core_attention.plan_of(self._sequences, mixed).tables)
+        return _heads(mixed, self, weights, attention.core_attention.plan_of(self._sequences, mixed).tables)
 
 
 @fused
@@ -252,8 +252,8 @@ def _heads(
     tables: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, query_width, width = layer.cut
-    each = cast(Any, mixed_T1w).unflatten(-1, (groups, query_width + 2 * width))
-    parts = cast("tuple[Tensor, ...]", each.split([query_width, width, width], dim=-1))
+    by_group = cast(Any, mixed_T1w).unflatten(-1, (groups, query_width + 2 * width))
+    parts = cast("tuple[Tensor, ...]", by_group.split([query_width, width, width], dim=-1))
     q, k = parts[0].reshape(*mixed_T1w.shape[:2], -1, width), parts[1]
     turned: list[Tensor] = []
     for x, weight in zip((q, k), weights, strict=True):
@@ -285,29 +285,30 @@ class LatentAttention(MLASelfAttention):
         self, hidden_states: Tensor, _: Any, __: Any, packed_seq_params: Any, **___: Any
     ) -> tuple[Tensor, ...]:
         """Of hidden states [T, 1, hidden]: queries and keys [T, heads, d], values [T, heads, e], and the latents."""
-        config, own = self.config, cast(Any, self)
-        to_q, into_q_T1r = own.linear_q_proj if config.q_lora_rank is None else own.linear_q_up_proj, hidden_states
+        config, module = self.config, cast(Any, self)
+        to_q = module.linear_q_proj if config.q_lora_rank is None else module.linear_q_up_proj
+        into_q_T1r = hidden_states
         if config.q_lora_rank is not None:
-            into_q_T1r = self.q_layernorm(_of_this_rank(_whole(own.linear_q_down_proj(hidden_states)[0]), config))
-        both_T1r = _whole(own.linear_kv_down_proj(hidden_states)[0])
-        latent_T1r = self.kv_layernorm(_of_this_rank(both_T1r[..., : config.kv_lora_rank], config))
+            into_q_T1r = self.q_layernorm(_scatter(_gather(module.linear_q_down_proj(hidden_states)[0]), config))
+        both_T1r = _gather(module.linear_kv_down_proj(hidden_states)[0])
+        latent_T1r = self.kv_layernorm(_scatter(both_T1r[..., : config.kv_lora_rank], config))
         turning_T1r = both_T1r[..., config.kv_lora_rank :]
         turning_T1r = _mappings.copy_to_tensor_model_parallel_region(turning_T1r)  # adds up what all heads say of it
-        heads, still = own.num_attention_heads_per_partition, config.qk_head_dim
+        heads, still = module.num_attention_heads_per_partition, config.qk_head_dim
         q_Thd = cast(Tensor, to_q(into_q_T1r)[0]).view(-1, heads, still + config.qk_pos_emb_head_dim)
-        kv_The = cast(Tensor, own.linear_kv_up_proj(latent_T1r)[0]).view(-1, heads, still + config.v_head_dim)
-        tables = own.core_attention.plan_of(packed_seq_params, q_Thd).tables
-        rotate = own.core_attention.rotary.rotate
+        kv_The = cast(Tensor, module.linear_kv_up_proj(latent_T1r)[0]).view(-1, heads, still + config.v_head_dim)
+        tables = module.core_attention.plan_of(packed_seq_params, q_Thd).tables
+        rotate = module.core_attention.rotary.rotate
         q_Thd = torch.cat([q_Thd[..., :still], rotate(q_Thd[..., still:], tables)], dim=-1)
         k_Thd = torch.cat([kv_The[..., :still], rotate(turning_T1r, tables).expand(-1, heads, -1)], dim=-1)
         return q_Thd, k_Thd, kv_The[..., still:], into_q_T1r, latent_T1r
 
 
-def _whole(part: Tensor) -> Tensor:
+def _gather(part: Tensor) -> Tensor:
     """Of each rank its columns -> all columns on every rank; their gradients must be the same on all."""
     return cast(Tensor, _mappings.gather_from_tensor_model_parallel_region(part))
 
 
-def _of_this_rank(x: Tensor, config: Any) -> Tensor:
+def _scatter(x: Tensor, config: Any) -> Tensor:
     """Under sequence parallelism this rank's share of the tokens, which the next projection gathers again."""
     return cast(Tensor, _mappings.scatter_to_sequence_parallel_region(x)) if config.sequence_parallel else x

@@ -106,7 +106,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
                 keeps_reference = config.algo.keeps_reference and (adapters is None or bool(config.algo.ref_path))
                 reference = self._reference(trunk, precision) if keeps_reference else None
                 if home is not None:
-                    home.built(optimizer, lambda here: bool(world.gather(torch.tensor([here])).any()))
+                    home.built(optimizer, lambda is_mapped: bool(world.gather(torch.tensor([is_mapped])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
         except BaseException:
             world.close()
@@ -171,8 +171,8 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
             "has_reference": has_reference,
         }
 
-    def _region(self, what: Part) -> AbstractContextManager[None]:
-        return nullcontext() if self._offload is None else self._offload.region(what)
+    def _region(self, part: Part) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else self._offload.region(part)
 
     def _device(self) -> torch.device:
         if self._config.device == "cpu":
@@ -218,4 +218,4 @@ def _check_tables(settings: MegatronSettings) -> None:
         ("ddp", settings.ddp, mcore.module("distributed").DistributedDataParallelConfig),
         ("optimizer", settings.optimizer, mcore.module("optimizer").OptimizerConfig),
     ):
-        check_table(name, table, {one.name for one in fields(record)})
+        check_table(name, table, {entry.name for entry in fields(record)})

@@ -123,7 +123,7 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
     places_N = np.flatnonzero(local_M >= 0)
     counts = [len(c) for c in columns]
     device = cutting.device
-    told = [samples[i].experts for i in active]
+    experts = [samples[i].experts for i in active]
     return Pack(
         token_ids_1t=from_array(tokens_T[here_t]).unsqueeze(0).to(device),
         sequences=_sequences(starts, int(max(lengths)), device),
@@ -134,7 +134,7 @@ def pack_samples(samples: Sequence[Sample], members: Sequence[int], cutting: Pac
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         num_tokens=int(starts[-1]),
         temperature=_here(temperature_of([samples[i] for i in active], counts, "cpu"), places_N, device),
-        experts=_experts_here(told, starts, fed, here_t, cutting) if cutting.choices is not None else {},
+        experts=_experts_here(experts, starts, fed, here_t, cutting) if cutting.choices is not None else {},
         after_next=_after_next(tokens_T, starts, rows, targets, where_T, here_t, device) if cutting.has_mtp else None,
     )
 
@@ -143,7 +143,7 @@ def _after_next(
     tokens_T: I64, starts: I64, rows: list[I64], targets: list[I64], where_T: I64, here_t: I64, device: torch.device
 ) -> AfterNext:
     """`rows`, `targets`: of each sequence, behind an empty one."""
-    firsts = np.repeat(starts[: len(rows) - 1], [len(own) for own in rows[1:]])
+    firsts = np.repeat(starts[: len(rows) - 1], [len(row) for row in rows[1:]])
     earlier_M = np.concatenate(rows) - 1
     local_M = np.where(earlier_M >= firsts, where_T[earlier_M], -1)
     is_here = local_M >= 0
@@ -156,18 +156,18 @@ def _after_next(
 
 
 def _experts_here(
-    told: Sequence[U8 | None], starts: I64, fed: Sequence[int], here_t: I64, cutting: PackCutting
+    choices_of_samples: Sequence[U8 | None], starts: I64, fed: Sequence[int], here_t: I64, cutting: PackCutting
 ) -> dict[int, Tensor]:
     """See `Pack.experts`. `told`: of each sequence; `fed`: its tokens without padding."""
     choices, (number, num_parts) = cutting.choices, cutting.part
     assert choices is not None
     whole_Tlk = np.full((starts[-1], len(choices.layers), choices.top_k), -1, np.int32)
-    for start, length, experts in zip(starts[:-1], fed, told, strict=bool(told)):
+    for start, length, experts in zip(starts[:-1], fed, choices_of_samples, strict=bool(choices_of_samples)):
         if experts is not None:
             whole_Tlk[start : start + length] = choices.ids(experts[:length])
     size = len(here_t) // num_parts
     here_tlk = whole_Tlk[here_t[number * size : (number + 1) * size]]
-    return {layer: from_array(here_tlk[:, at].copy()) for at, layer in enumerate(choices.layers)}
+    return {layer: from_array(here_tlk[:, column].copy()) for column, layer in enumerate(choices.layers)}
 
 
 def _here(temperature: Temperature, places_N: I64, device: torch.device) -> Temperature:

@@ -92,14 +92,14 @@ def begin_shards(shards: dict[str, Any], folder: str) -> PendingShards:
 
 
 @contextmanager
-def as_train_error(what: str) -> Generator[None]:
+def as_train_error(action: str) -> Generator[None]:
     """Raise TrainError for what torch's checkpoints raise, which is no `Exception`: no other handler catches it."""
     try:
         yield
     except CheckpointException as error:
         first = next(iter(error.failures.values()), None)
         raise TrainError(
-            f"{what} a checkpoint failed: {first[0] if first else error}", remedy="check disk and rights"
+            f"{action} a checkpoint failed: {first[0] if first else error}", remedy="check disk and rights"
         ) from error
 
 
@@ -127,11 +127,11 @@ def _write_here(writer: Any, request: Any, arguments: list[Any]) -> None:
     transforms = request.async_fn.args[0]
     results: dict[int, Any] = {}
     for number, bucket in enumerate(arguments[1]):
-        done: queue.Queue[Any] = queue.Queue()
+        outbox: queue.Queue[Any] = queue.Queue()
         ended: queue.Queue[int] = queue.Queue()
         ended.put(number)
-        writer.write_preloaded_data(transforms, number, bucket, done, ended, True)
-        _, outcome = done.get_nowait()
+        writer.write_preloaded_data(transforms, number, bucket, outbox, ended, True)
+        _, outcome = outbox.get_nowait()
         if isinstance(outcome, Exception):
             raise TrainError(f"cannot write {bucket[0]}: {outcome}", remedy="check disk and rights") from outcome
         results[number] = outcome
@@ -162,7 +162,7 @@ class MegatronTrainingState(TrainingState):
     def copy(self, partial: Path) -> RankCopy:
         self.policy.optimizer.settle()
         shards = begin_shards(_sharded(self, is_loading=False), str(partial))
-        return RankCopy([named_array(name, found) for name, found in random_state(self.world.device)], shards)
+        return RankCopy([named_array(name, state) for name, state in random_state(self.world.device)], shards)
 
     def check(self, path: Path, manifest: Manifest) -> None:
         check_model(path, manifest, self.model, "megatron")
@@ -184,12 +184,12 @@ class MegatronTrainingState(TrainingState):
         _restore_optimizer(self.policy.optimizer.megatron, loaded["optimizer"])
         if self.reference is not None and self.reference.version:
             for name, chunk in _named_chunks(self.reference.model.chunks):
-                found = {key.removeprefix(REFERENCE): value for key, value in loaded[f"{REFERENCE}{name}"].items()}
-                chunk.load_state_dict(found, strict=True)
+                parameters = {key.removeprefix(REFERENCE): value for key, value in loaded[f"{REFERENCE}{name}"].items()}
+                chunk.load_state_dict(parameters, strict=True)
         own_file = path / rank_file(self.world.rank)
         if own_file.exists():  # not in a larger gang than the one that saved
-            with open_safetensors(own_file) as own:
-                restore_random(own, self.world.device)
+            with open_safetensors(own_file) as own_tensors:
+                restore_random(own_tensors, self.world.device)
 
 
 def _sharded(state: MegatronTrainingState, *, is_loading: bool) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def _restore_optimizer(optimizer: Any, saved: Any) -> None:
         if state.get("param_state_sharding_type") != "fully_reshardable":
             part.load_state_dict(state)
             continue
-        rest = {name: value for name, value in state.items() if name != "param_state"}
-        part.load_state_dict(rest)
+        groups = {name: value for name, value in state.items() if name != "param_state"}
+        part.load_state_dict(groups)
         moments: dict[Any, dict[str, Tensor]] = part.optimizer.state
         steps = {parameter: values.pop("step") for parameter, values in moments.items() if "step" in values}
         part.load_parameter_state_from_fully_reshardable(state["param_state"])

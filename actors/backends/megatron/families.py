@@ -57,42 +57,42 @@ def vocabulary(request: CutRequest) -> Iterator[Piece]:
     """Equal runs of rows, of a table padded so that they are equal; padding is in no piece."""
     (name,) = request.names
     height = request.shapes[name][0]
-    each = -(-height // request.size)
-    start = min(request.rank * each, height)
-    yield Piece(name, (start, min(start + each, height)))
+    share = -(-height // request.size)
+    start = min(request.rank * share, height)
+    yield Piece(name, (start, min(start + share, height)))
 
 
 def rows(request: CutRequest) -> Iterator[Piece]:
     """Equal runs of rows: what a matrix is cut into whose results lie side by side."""
     (name,) = request.names
-    each = request.shapes[name][0] // request.size
-    yield Piece(name, (request.rank * each, (request.rank + 1) * each))
+    share = request.shapes[name][0] // request.size
+    yield Piece(name, (request.rank * share, (request.rank + 1) * share))
 
 
 def columns(request: CutRequest) -> Iterator[Piece]:
     """Equal runs of columns: what a matrix is cut into whose results are added up."""
     (name,) = request.names
     height, width = request.shapes[name]
-    each = width // request.size
-    yield Piece(name, (0, height), (request.rank * each, (request.rank + 1) * each))
+    share = width // request.size
+    yield Piece(name, (0, height), (request.rank * share, (request.rank + 1) * share))
 
 
 def gate_and_up(request: CutRequest) -> Iterator[Piece]:
     """The rank's rows of the gate projection, then those of the up projection; from two tensors, or one of both."""
     inner = sum(request.shapes[name][0] for name in request.names) // 2
-    each = inner // request.size
-    start = request.rank * each
+    share = inner // request.size
+    start = request.rank * share
     offset_of_up = inner if len(request.names) == 1 else 0
-    yield Piece(request.names[0], (start, start + each))
-    yield Piece(request.names[-1], (offset_of_up + start, offset_of_up + start + each))
+    yield Piece(request.names[0], (start, start + share))
+    yield Piece(request.names[-1], (offset_of_up + start, offset_of_up + start + share))
 
 
 def heads(request: CutRequest) -> Iterator[Piece]:
     """The rank's groups: of each its query heads, its key head, its value head. Names: q, k, v; weights or biases."""
     config = request.config
     query_rows = config.num_heads // config.num_kv_heads * config.head_dim
-    each = config.num_kv_heads // request.size
-    for group in range(request.rank * each, (request.rank + 1) * each):
+    share = config.num_kv_heads // request.size
+    for group in range(request.rank * share, (request.rank + 1) * share):
         for name, height in zip(request.names, (query_rows, config.head_dim, config.head_dim), strict=True):
             yield Piece(name, (group * height, (group + 1) * height))
 
@@ -101,17 +101,17 @@ def put_together(
     names: Sequence[str], shapes: Mapping[str, Shape], cuts: Iterable[Iterable[Piece]], shards: Iterable[Tensor]
 ) -> dict[str, Tensor]:
     """The HuggingFace tensors `names`, whole, from the shards of all ranks and the pieces that each is made of."""
-    whole: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for pieces, shard in zip(cuts, shards, strict=True):
-        whole = whole or {name: shard.new_empty(shapes[name]) for name in names}
+        weights = weights or {name: shard.new_empty(shapes[name]) for name in names}
         row = 0
         for piece in pieces:
-            target = whole[piece.name][slice(*piece.rows)]
+            target = weights[piece.name][slice(*piece.rows)]
             if piece.columns is not None:
                 target = target[:, slice(*piece.columns)]
             target.copy_(shard[row : row + target.shape[0]])
             row += target.shape[0]
-    return whole
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

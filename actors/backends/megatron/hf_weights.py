@@ -115,7 +115,7 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers of this rank's chunks, by number of the chunk and name."""
     models = [unwrapped(chunk) for chunk in chunks]
     parts = (((*model.named_parameters(), *model.named_buffers())) for model in models)
-    return {f"{number}.{name}": part.detach() for number, own in enumerate(parts) for name, part in own}
+    return {f"{number}.{name}": part.detach() for number, parameters in enumerate(parts) for name, part in parameters}
 
 
 def _of_model(family: Family, name: str, parameter: Tensor, config: ModelConfig) -> MappedWeight:
@@ -132,10 +132,10 @@ def _of_layer(
     if all(rule.parameter != name for rule in family.expert):
         yield MappedWeight(parameter, find_rule((*family.layer, *MTP), name), prefix)
         return
-    here = num_experts // grid.ep.size()
+    num_local = num_experts // grid.ep.size()
     rule = find_rule(family.expert, name)
-    for expert in range(here):
-        yield MappedWeight(parameter, rule, f"{prefix}mlp.experts.", expert, here)
+    for expert in range(num_local):
+        yield MappedWeight(parameter, rule, f"{prefix}mlp.experts.", expert, num_local)
 
 
 def load_hf_folder(chunks: Sequence[nn.Module], folder: str | Path, config: ModelConfig) -> None:
@@ -167,14 +167,14 @@ def _fill(weight: MappedWeight, parts: Sequence[Tensor]) -> None:
 
 def read_piece(array: NamedArray, piece: Piece) -> Tensor:
     """A copy of a rectangle of a tensor's bytes, as a CPU tensor of the same number type."""
-    num_rows, *rest = array.spec.shape
+    num_rows, *row_shape = array.spec.shape
     item_bytes = DTYPE_OF[array.spec.dtype].itemsize
-    width = rest[0] if rest else 1
+    width = row_shape[0] if row_shape else 1
     first, last = piece.columns or (0, width)
     rows = np.frombuffer(array.data, dtype=np.uint8).reshape(num_rows, width * item_bytes)
-    chosen = rows[slice(*piece.rows), first * item_bytes : last * item_bytes]
-    tensor = from_array(np.array(chosen)).view(DTYPE_OF[array.spec.dtype])
-    return tensor if rest else tensor.reshape(-1)
+    cells = rows[slice(*piece.rows), first * item_bytes : last * item_bytes]
+    tensor = from_array(np.array(cells)).view(DTYPE_OF[array.spec.dtype])
+    return tensor if row_shape else tensor.reshape(-1)
 
 
 Named = tuple[str, Tensor]
@@ -221,15 +221,15 @@ class _Exporter:
     def of_all_stages(self) -> Iterator[Named]:
         """Each stage's weights, broadcast along the pipeline."""
         group = self.grid.pp
-        known = list(self.shapes)
+        names = list(self.shapes)
         like = self.pick(self.weights[0].parameter)
         for stage, numbers in enumerate(self._held_by_stages(like.device)):
             source = cast(int, cast(Any, dist).get_global_rank(group, stage))
-            own = self.of_this_stage(yields=True) if stage == group.rank() else None
+            weights = self.of_this_stage(yields=True) if stage == group.rank() else None
             for number in numbers:
-                name = known[number]
+                name = names[number]
                 kind = torch.float32 if name.endswith(ROUTER_BIAS) else like.dtype
-                tensor = next(own)[1].contiguous() if own else like.new_empty(self.shapes[name], dtype=kind)
+                tensor = next(weights)[1].contiguous() if weights else like.new_empty(self.shapes[name], dtype=kind)
                 cast(Any, dist).broadcast(tensor, src=source, group=group)
                 yield name, tensor
 
@@ -249,10 +249,10 @@ class _Exporter:
         is_expert = weight.expert is not None
         group = self.grid.etp if is_expert else self.grid.tp
         shard = weight.part(self.pick(weight.parameter)).contiguous()
-        whole = self._put_together(weight, _gathered(shard, group) if self._is_cut(weight, group) else [shard])
+        weights = self._put_together(weight, _gathered(shard, group) if self._is_cut(weight, group) else [shard])
         if not is_expert:
-            return whole
-        by_rank = [_gathered(tensor.contiguous(), self.grid.ep) for tensor in whole]
+            return weights
+        by_rank = [_gathered(tensor.contiguous(), self.grid.ep) for tensor in weights]
         return [tensors[rank] for rank in range(self.grid.ep.size()) for tensors in by_rank]
 
     def _is_cut(self, weight: MappedWeight, group: Group) -> bool:
@@ -272,9 +272,9 @@ class _Exporter:
 
     def _are_runs(self, pieces: Sequence[Piece], names: Sequence[str]) -> bool:
         """Whether the rank has the tensors whole, one behind the other: they need no copy."""
-        whole = [(name, (0, self.shapes[name][0]), None) for name in names]
+        whole_weights = [(name, (0, self.shapes[name][0]), None) for name in names]
         widths = {name: self.shapes[name][-1] for name in names}
-        return whole == [
+        return whole_weights == [
             (piece.name, piece.rows, None if piece.columns in (None, (0, widths[piece.name])) else piece.columns)
             for piece in pieces
         ]

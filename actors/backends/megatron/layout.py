@@ -118,7 +118,7 @@ class ParallelLayout:
                 return [list(row).count("decoder") for row in cast("list[list[str]]", layout)]
             text = str(layout).replace(",", "")
             for pattern in REPEATED:
-                text = pattern.sub(lambda found: found[1] * int(found[2]), text)
+                text = pattern.sub(lambda match: match[1] * int(match[2]), text)
             return [stage.count("t") for stage in text.split("|")] if set(text) <= set("EtmL|") else []
         size, (embedding, loss) = self.pp * self.vpp, [bool(overrides.get(name)) for name in COUNTED]
         first, last = (overrides.get(name) for name in ENDS)
@@ -128,9 +128,9 @@ class ParallelLayout:
             chunks[-1] -= loss
             return chunks
         between = self.pp - (first is not None) - (last is not None)
-        each = (num_layers - (first or 0) - (last or 0)) // max(between, 1)
-        ranks = [each] * self.pp
-        ranks[0], ranks[-1] = each if first is None else first, each if last is None else last
+        share = (num_layers - (first or 0) - (last or 0)) // max(between, 1)
+        ranks = [share] * self.pp
+        ranks[0], ranks[-1] = share if first is None else first, share if last is None else last
         return [count // self.vpp for count in ranks] * self.vpp
 
     def check_model(self, config: ModelConfig, overrides: Mapping[str, Any] | None = None) -> None:
@@ -139,7 +139,7 @@ class ParallelLayout:
         heads = f"num_attention_heads = {config.num_heads}"
         groups = f"num_key_value_heads = {config.num_kv_heads}"
         latent = config.kv_lora_rank and config.kv_lora_rank + config.rotary_dim
-        for key, degree, length, what in (
+        for key, degree, length, size in (
             ("tp", self.tp, config.num_heads, heads),
             ("tp", self.tp, config.num_kv_heads, groups),
             ("tp", self.tp, config.intermediate_size, f"intermediate_size = {config.intermediate_size}"),
@@ -150,7 +150,7 @@ class ParallelLayout:
             ("ep", self.ep, config.num_experts, f"num_experts = {config.num_experts}"),
         ):
             if length % degree:
-                raise _wrong(key, degree, f"does not divide the model's {what}", f"choose a divisor of {length}")
+                raise _wrong(key, degree, f"does not divide the model's {size}", f"choose a divisor of {length}")
         self._check_experts(config)
         if overrides and UNEVEN_FIELDS.intersection(overrides):
             self.stages(config.num_layers, overrides)
@@ -184,8 +184,8 @@ def check_routing(num_experts: int, megatron: MegatronSettings) -> None:
     """Raise ConfigError where choices of experts cannot be replayed."""
     if not num_experts:
         raise ConfigError("megatron.routing_replay: the model has no experts", remedy="leave it out")
-    own = megatron.model.get("recompute_granularity")
-    key, recompute = ("recompute", megatron.recompute) if own is None else ("model.recompute_granularity", own)
+    level = megatron.model.get("recompute_granularity")
+    key, recompute = ("recompute", megatron.recompute) if level is None else ("model.recompute_granularity", level)
     if recompute != "none":
         raise ConfigError(
             f'megatron.{key} = "{recompute}" would choose experts a second time, against megatron.routing_replay',
@@ -226,5 +226,5 @@ def stages_of(model: ModelConfig, layout: ParallelLayout, overrides: Mapping[str
     try:
         return layout.stages(model.num_layers, overrides)
     except ConfigError:
-        each = -(-model.num_layers // layout.pp)
-        return [layer // each for layer in range(model.num_layers)]
+        share = -(-model.num_layers // layout.pp)
+        return [layer // share for layer in range(model.num_layers)]

@@ -56,13 +56,13 @@ class MegatronOffload(RankOffload):
     def begin(self, local_gpu: int) -> None:
         self._movable = self._open(local_gpu)
 
-    def region(self, what: Part) -> AbstractContextManager[None]:
+    def region(self, part: Part) -> AbstractContextManager[None]:
         """Around building a part. With a distributed optimizer the parameters of the chunks move to Megatron's buffers
         afterwards, and only untrained ones stay; without, they stay where they are built."""
-        if what == "buffers" or (what == "chunks" and not self._in_buffers):
+        if part == "buffers" or (part == "chunks" and not self._in_buffers):
             return self._home().region("params", self._params_policy)
         tags: dict[Part, Tag] = {"masters": "masters", "moments": OPTIMIZER_PARTS[0]}
-        return self._home().region(tags.get(what, "frozen"), "backup")
+        return self._home().region(tags.get(part, "frozen"), "backup")
 
     def move_grads(self, chunks: Sequence[nn.Module]) -> None:
         """Give the gradient buffers memory of their own tag. A storage keeps its views while its memory changes, so

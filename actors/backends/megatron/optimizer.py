@@ -49,12 +49,12 @@ def _one_kernel_for_all() -> None:
     """Without Transformer Engine and apex megatron-core reads the norm of every gradient back on its own, twice a step:
     a GPU waits for the host hundreds of times. Theirs stay where they are installed."""
     clipping, utils = mcore.module("optimizer.clip_grads"), mcore.module("utils")
-    for name, plain, ours in (
+    for name, plain, replacement in (
         ("l2_norm_impl", "local_multi_tensor_l2_norm", _one_norm),
         ("multi_tensor_scale_impl", "local_multi_tensor_scale", _scale_all),
     ):
-        if getattr(clipping, name, None) is getattr(utils, plain, ours):
-            setattr(clipping, name, ours)
+        if getattr(clipping, name, None) is getattr(utils, plain, replacement):
+            setattr(clipping, name, replacement)
 
 
 def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list[nn.Module]:
@@ -72,15 +72,15 @@ def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list
         for number, chunk in enumerate(chunks)
     ]
 
-    def each(name: str) -> Any:
-        found = [getattr(chunk, name) for chunk in wrapped]
-        return found if len(found) > 1 else found[0]
+    def of_chunks(name: str) -> Any:
+        functions = [getattr(chunk, name) for chunk in wrapped]
+        return functions if len(functions) > 1 else functions[0]
 
-    config.no_sync_func = each("no_sync")
+    config.no_sync_func = of_chunks("no_sync")
     if ddp_config.overlap_grad_reduce:
-        config.grad_sync_func = each("start_grad_sync")
+        config.grad_sync_func = of_chunks("start_grad_sync")
     if ddp_config.overlap_param_gather:
-        config.param_sync_func = each("start_param_sync")
+        config.param_sync_func = of_chunks("start_param_sync")
     return wrapped
 
 

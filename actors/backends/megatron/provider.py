@@ -41,12 +41,12 @@ from .verbatim import check_table
 
 def model_fields(settings: MegatronSettings) -> dict[str, Any]:
     """Fields of TransformerConfig that the run file asks for."""
-    chosen: dict[str, Any] = {} if settings.recompute == "none" else {"recompute_granularity": settings.recompute}
+    options: dict[str, Any] = {} if settings.recompute == "none" else {"recompute_granularity": settings.recompute}
     if settings.recompute == "full":
-        chosen |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if settings.routing_replay:
-        chosen["moe_enable_routing_replay"] = True
-    return {**chosen, **settings.model}
+        options["moe_enable_routing_replay"] = True
+    return {**options, **settings.model}
 
 
 def transformer_config(
@@ -62,14 +62,14 @@ def transformer_config(
     settings_type = getattr(mcore.module("transformer"), kind)
     check_table("model", overrides, {field.name for field in fields(settings_type)})
     layout.check_model(config, overrides)
-    chosen = _shape(config) | _cut(layout) | _numerics(precision, layout)
+    options = _shape(config) | _cut(layout) | _numerics(precision, layout)
     if config.kv_lora_rank:
-        chosen |= _latent_fields(config)
+        options |= _latent_fields(config)
     if config.num_experts:
-        chosen |= _expert_fields(config)
-    chosen |= overrides
+        options |= _expert_fields(config)
+    options |= overrides
     with _refusals_named():
-        return settings_type(**chosen)
+        return settings_type(**options)
 
 
 def build_model_chunks(

@@ -101,13 +101,13 @@ class RoutingReplay:
     def given(self, chunk: nn.Module, experts: Mapping[int, Tensor]) -> Generator[None]:
         """Choose these by layer, from 0, in the pass inside."""
         modules = cast("list[Any]", self._modules[id(chunk)])
-        own = self._routers[id(chunk)]
+        replays = self._routers[id(chunk)]
         try:
             for module in modules:
                 module.router_replay = GivenExperts(experts[module.layer_number - 1])
             yield
         finally:
-            for module, replay in zip(modules, own, strict=True):
+            for module, replay in zip(modules, replays, strict=True):
                 module.router_replay = replay
 
     @contextmanager
@@ -119,14 +119,14 @@ class RoutingReplay:
             return
         routers = self._routers[id(chunk)]
         key = (id(chunk), id(pack))
-        known = self._choices.get(key)
+        choices = self._choices.get(key)
         is_recorded = self._mode == "record"
-        is_replayed = self._mode == "replay" and known is not None
+        is_replayed = self._mode == "replay" and choices is not None
         for number, router in enumerate(routers):
             if is_recorded:
                 router.set_router_replay_action(self._actions.RECORD)
-            elif is_replayed and known is not None:
-                router.target_topk_idx = known[number]
+            elif is_replayed and choices is not None:
+                router.target_topk_idx = choices[number]
                 router.set_router_replay_action(self._actions.REPLAY_FORWARD)
         try:
             yield
@@ -173,15 +173,15 @@ class ScoringHead(tensor_parallel.ColumnParallelLinear):
         self.hidden = input_ if request.keeps_hidden else None
         table_Vh = cast(Tensor, self.weight) if weight is None else weight
         group = parallel_state.get_tensor_model_parallel_group()
-        hidden = _whole_rows(input_, is_split=bool(self.sequence_parallel))
+        hidden = _gather_rows(input_, is_split=bool(self.sequence_parallel))
         rows_Nh = hidden.reshape(-1, hidden.shape[-1]).index_select(0, request.rows_N)
-        each = table_Vh.shape[0]
-        start = group.rank() * each
+        num_rows = table_Vh.shape[0]
+        start = group.rank() * num_rows
         scores_N2 = score_rows(
             rows_Nh,
             table_Vh,
             request.targets_N,
-            VocabSlice(start, max(0, min(each, self.vocab_size - start)), group if group.size() > 1 else None),
+            VocabSlice(start, max(0, min(num_rows, self.vocab_size - start)), group if group.size() > 1 else None),
             request.temperature,
             needs_entropy_grad=request.needs_entropy_grad,
         )
@@ -202,7 +202,7 @@ def install_head(chunk: nn.Module, vocab_size: int) -> ScoringHead | None:
     return None
 
 
-def _whole_rows(hidden: Tensor, *, is_split: bool) -> Tensor:
+def _gather_rows(hidden: Tensor, *, is_split: bool) -> Tensor:
     """All rows on every tensor-parallel rank; gradients are added up over these ranks."""
     if is_split:
         return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -230,14 +230,14 @@ class Pipeline:
     def score(self, layouts: Sequence[Pack]) -> list[TokenScores]:
         """Scores of each pack's M loss tokens by the same operations on the same shapes, hence the same bits; empty on
         ranks that do not score. Collective."""
-        found: list[TokenScores] = []
+        copies: list[TokenScores] = []
 
         def keep(_: int, scores: TokenScores) -> Tensor:
-            found.append(TokenScores(scores.logprobs_M.clone(), scores.entropy_M.clone()))
+            copies.append(TokenScores(scores.logprobs_M.clone(), scores.entropy_M.clone()))
             return scores.logprobs_M.new_zeros(())
 
         self._run(layouts, keep, needs_entropy_grad=False, forward_only=True)
-        return found
+        return copies
 
     def _run(self, packs: Sequence[Pack], loss_of: LossOf, *, needs_entropy_grad: bool, forward_only: bool) -> None:
         """Forward, and backward, of all micro-batches; gradients end summed over all ranks that share them. Collective.
@@ -283,22 +283,22 @@ class Pipeline:
     def _mtp_loss(self, model: Any, head: ScoringHead, pack: Pack) -> Tensor:
         """Sum over the pack's loss tokens of -log p(token) by the MTP layer, at temperature 1; 0-dim, equal on all
         context ranks, whose gradients are those of their own tokens."""
-        wanted, hidden = pack.after_next, head.hidden
-        assert wanted is not None
+        targets, hidden = pack.after_next, head.hidden
+        assert targets is not None
         assert hidden is not None
         head.hidden, tied = None, model.share_embeddings_and_output_weights
         table = model.shared_embedding_or_output_weight() if tied else head.weight
         with torch.set_grad_enabled(self.mtp_reaches_trunk):
-            embedded = model.embedding(wanted.next_ids_1t, None)
+            embedded = model.embedding(targets.next_ids_1t, None)
         if not self.mtp_reaches_trunk:
             hidden, table = hidden.detach(), table.detach()
-        head.request = HeadRequest(wanted.rows_A, wanted.targets_A, 1.0)
+        head.request = HeadRequest(targets.rows_A, targets.targets_A, 1.0)
         scores_A12, _ = head(model.after_next(hidden, embedded, pack.sequences), table)
-        own = -scores_A12[..., 0].float().sum()
-        group, whole = parallel_state.get_context_parallel_group(), own.detach().clone()
+        own_loss = -scores_A12[..., 0].float().sum()
+        group, total = parallel_state.get_context_parallel_group(), own_loss.detach().clone()
         if group.size() > 1:
-            dist.all_reduce(whole, group=group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
-        return whole + (own - own.detach())
+            dist.all_reduce(total, group=group)  # pyright: ignore[reportUnknownMemberType]  # torch says nothing
+        return total + (own_loss - own_loss.detach())
 
 
 class MegatronPolicy(Pipeline, TrainedModel):
@@ -362,10 +362,10 @@ class MegatronPolicy(Pipeline, TrainedModel):
         self.optimizer.update(rate, weight_decay, max_norm)
 
 
-def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **rest: Any) -> None:
+def _finalize(chunks: list[nn.Module], num_tokens: Tensor | None, **options: Any) -> None:
     """Megatron's end of a backward pass, without its division by tokens."""
     del num_tokens
-    mcore.module("distributed").finalize_model_grads(chunks, None, **rest)
+    mcore.module("distributed").finalize_model_grads(chunks, None, **options)
 
 
 class _GatherContext(Function):

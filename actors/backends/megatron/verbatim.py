@@ -56,7 +56,7 @@ SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
 """Table -> (file in megatron/core, dataclass in it), base classes first."""
 
 
-def check_table(name: str, table: Mapping[str, Any], known: Collection[str]) -> None:
+def check_table(name: str, table: Mapping[str, Any], allowed: Collection[str]) -> None:
     """Raise ConfigError naming the first key of `[megatron.<name>]` that is myxa's own, or that is none of `known`."""
     for key in table:
         place = f"megatron.{name}.{key}"
@@ -65,8 +65,8 @@ def check_table(name: str, table: Mapping[str, Any], known: Collection[str]) -> 
                 f"{place}: myxa decides this itself",
                 remedy="leave it out: the model folder, [megatron], [trainer] or [optimizer] says it",
             )
-        if key not in known:
-            remedy = suggest(key, set(known).difference(OWNED[name]))
+        if key not in allowed:
+            remedy = suggest(key, set(allowed).difference(OWNED[name]))
             raise ConfigError(f"{place}: the installed megatron-core has no such field", remedy=remedy)
 
 
@@ -74,16 +74,16 @@ def check_tables(tables: Mapping[str, Mapping[str, Any]], core: Path) -> None:
     """Check the three tables against the sources in `core`, the folder of megatron.core. A version whose sources are
     laid out in another way is left to the trainer's own check."""
     for name, table in tables.items():
-        known = field_names(core, name) if table else frozenset[str]()
-        if known:
-            check_table(name, table, known)
+        names = field_names(core, name) if table else frozenset[str]()
+        if names:
+            check_table(name, table, names)
 
 
 def field_names(core: Path, table: str) -> frozenset[str]:
     """Fields of a table's dataclass by its source; empty if it is not where it is expected."""
     with suppress(OSError, SyntaxError, ValueError):
-        found = [class_fields(core / file, record) for file, record in SOURCES[table]]
-        return frozenset[str]().union(*found) if all(found) else frozenset()
+        names = [class_fields(core / file, record) for file, record in SOURCES[table]]
+        return frozenset[str]().union(*names) if all(names) else frozenset()
     return frozenset()
 
 
@@ -91,5 +91,6 @@ def class_fields(file: Path, name: str = "") -> set[str]:
     """Fields of a dataclass (without a name: of all classes) by a file's source. Raises OSError, SyntaxError,
     ValueError."""
     classes = [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)]
-    fields = (part for one in classes if name in ("", one.name) for part in one.body if isinstance(part, ast.AnnAssign))
+    bodies = (node.body for node in classes if name in ("", node.name))
+    fields = (part for body in bodies for part in body if isinstance(part, ast.AnnAssign))
     return {part.target.id for part in fields if isinstance(part.target, ast.Name)}

@@ -103,7 +103,7 @@ def with_knobs(
 ) -> StepSettings:
     """`settings` with the knobs' values. Raises ConfigError for an unknown knob or an impossible value, and for a KL
     term without a reference model, here or served elsewhere, or one that cannot become the policy."""
-    changed = _changed(settings, knobs) if knobs else settings
+    changed = _apply_knobs(settings, knobs) if knobs else settings
     if changed.algo.kl_coef > 0 and not (has_reference or changed.algo.ref_urls):
         raise ConfigError(
             f"kl_coef = {changed.algo.kl_coef} needs a reference model, but the run began with kl_coef = 0",
@@ -117,7 +117,7 @@ def with_knobs(
     return changed
 
 
-def _changed(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings:
+def _apply_knobs(settings: StepSettings, knobs: Mapping[str, float]) -> StepSettings:
     unknown = sorted(set(knobs) - set(KNOBS))
     if unknown:
         raise ConfigError(f"no such knob: {', '.join(unknown)}", remedy=f"the trainer has {', '.join(KNOBS)}")
@@ -174,9 +174,9 @@ class ReferenceModel(Generic[M]):
     @torch.no_grad()
     def renew(self, policy: TrainedModel, version: int) -> None:
         """Become the policy as it is now. Collective."""
-        theirs = policy.parts()
-        for name, own in self.model.parts().items():
-            own.copy_(theirs[name])
+        policy_parts = policy.parts()
+        for name, part in self.model.parts().items():
+            part.copy_(policy_parts[name])
         self.version = version
         self.written()
 
@@ -215,11 +215,11 @@ class TrainedModel(ABC):
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Any]:
         """Of these members, filled up with empty ones to what a pass takes."""
 
-    def filled_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:
+    def fill_up(self, micro: MicroBatch[Any]) -> list[MicroBatch[Any]]:
         """With empty ones to what a pass takes."""
         none_S = None if micro.pair_S is None else micro.pair_S[:0]
         empty = (batch_of(layout, (), self.world.device) for layout in self.layouts((), [()])[1:])
-        return [micro, *(replace(one, pair_S=none_S) for one in empty)]
+        return [micro, *(replace(filler, pair_S=none_S) for filler in empty)]
 
     @abstractmethod
     def score(self, layouts: Sequence[Any]) -> list[Any]: ...
@@ -398,26 +398,26 @@ def whiten_together(
 
 def token_batch(rows: MicroBatch[Any], logprobs_M: Tensor, entropy_M: Tensor, part: LossPart = "algo") -> TokenBatch:
     """The loss tokens that belong to a part of the loss."""
-    where = None
+    index = None
     if rows.parts or part != "algo":
-        where = rows.parts.get(part, torch.zeros(0, dtype=torch.int64, device=logprobs_M.device))
+        index = rows.parts.get(part, torch.zeros(0, dtype=torch.int64, device=logprobs_M.device))
 
-    def own(x_M: Tensor | None) -> Tensor | None:
-        return x_M if x_M is None or where is None else x_M[where]
+    def optional_part(x_M: Tensor | None) -> Tensor | None:
+        return x_M if x_M is None or index is None else x_M[index]
 
-    def chosen(x_M: Tensor) -> Tensor:
-        return x_M if where is None else x_M[where]
+    def part_of(x_M: Tensor) -> Tensor:
+        return x_M if index is None else x_M[index]
 
     return TokenBatch(
-        logprobs_T=chosen(logprobs_M),
-        behaviour_T=chosen(rows.behaviour_M),
-        advantages_T=chosen(rows.advantages_M),
-        segments=Segments(chosen(rows.segments.sample_T), rows.segments.num_samples),
-        proximal_T=own(rows.proximal_M),
-        reference_T=own(rows.reference_M),
-        entropy_T=chosen(entropy_M),
+        logprobs_T=part_of(logprobs_M),
+        behaviour_T=part_of(rows.behaviour_M),
+        advantages_T=part_of(rows.advantages_M),
+        segments=Segments(part_of(rows.segments.sample_T), rows.segments.num_samples),
+        proximal_T=optional_part(rows.proximal_M),
+        reference_T=optional_part(rows.reference_M),
+        entropy_T=part_of(entropy_M),
         pair_S=rows.pair_S,
-        weights_T=own(rows.weights_M),
+        weights_T=optional_part(rows.weights_M),
     )
 
 
@@ -512,9 +512,9 @@ class TrainingStep:
         is_first: bool,
     ) -> Tensor:
         """A micro-batch's share of the global loss, 0-dim, and its metrics into the tally."""
-        losses = [self._part(part, rows, scores, one, tally, is_first) for part, one in normalisers.items()]
+        losses = [self._part(part, rows, scores, norm, tally, is_first) for part, norm in normalisers.items()]
         if scores.mtp_loss is not None:
-            mean = scores.mtp_loss / max(sum(one.tokens for one in normalisers.values()), 1.0)
+            mean = scores.mtp_loss / max(sum(norm.tokens for norm in normalisers.values()), 1.0)
             tally.add("mtp_loss", mean)
             losses.append(self.settings.mtp * mean)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -559,12 +559,12 @@ def tally_counts(tally: MetricSums, shard: TrainShard, micros: Sequence[MicroBat
 
 def report(sums: Mapping[str, float], maxima: Mapping[str, float], num_updates: int, step_s: float) -> dict[str, float]:
     """Metrics under `train/` from sums over all ranks: means over loss tokens, losses over `num_updates` updates."""
-    left = dict(sums)
-    tokens = max(1.0, left.pop("tokens", 0.0))
-    first_tokens = left.pop("first_tokens", None)
-    first_gap = left.pop("first_gap", 0.0)
+    means = dict(sums)
+    tokens = max(1.0, means.pop("tokens", 0.0))
+    first_tokens = means.pop("first_tokens", None)
+    first_gap = means.pop("first_gap", 0.0)
     metrics = {f"train/{name}": value for name, value in maxima.items()}
-    for name, value in left.items():
+    for name, value in means.items():
         if name.startswith("mean/"):
             metrics[f"train/{name[5:]}"] = value / tokens
         else:
@@ -588,16 +588,16 @@ def first_not_finite(values_K: Tensor) -> int:
     return int(bad[0]) if bad.numel() else -1
 
 
-def accusation(world: World, what: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
-    """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well. `what`:
-    "loss" or "gradient"; `place`: step and mini-batch in words."""
+def accusation(world: World, quantity: str, place: str, micro: int, group_ids: Sequence[int]) -> TrainError | None:
+    """The error all ranks raise if any of them found micro-batch `micro` (-1: none) bad; None if all are well.
+    `quantity`: "loss" or "gradient"; `place`: step and mini-batch in words."""
     ids = ", ".join(map(str, group_ids[:MAX_NAMED]))
     more = f" and {len(group_ids) - MAX_NAMED} more" if len(group_ids) > MAX_NAMED else ""
-    own = f"micro-batch {micro} of rank {world.rank} (groups {ids}{more})" if micro >= 0 else ""
-    clauses = [text for text in world.exchange(own) if text]
+    clause = f"micro-batch {micro} of rank {world.rank} (groups {ids}{more})" if micro >= 0 else ""
+    clauses = [text for text in world.exchange(clause) if text]
     if not clauses:
         return None
-    return TrainError(f"{place}: the {what} is not a finite number in {'; '.join(clauses)}", remedy=REMEDY)
+    return TrainError(f"{place}: the {quantity} is not a finite number in {'; '.join(clauses)}", remedy=REMEDY)
 
 
 MEND = "mend the function; docs/algorithms.md says what it gets and returns"
@@ -609,19 +609,19 @@ Loaded = Mapping[str, UserFunction]
 
 def load_functions(algo: AlgoConfig) -> Loaded:
     """Those that ranks call. Raises ConfigError or UserCodeError."""
-    named = ((algo.loss_fn, LOSS_FN), (algo.weight_fn, WEIGHT_FN))
-    return {expected.key: load_function(name, expected) for name, expected in named if name}
+    names = ((algo.loss_fn, LOSS_FN), (algo.weight_fn, WEIGHT_FN))
+    return {expected.key: load_function(name, expected) for name, expected in names if name}
 
 
 def agree_on_source(world: World, functions: Loaded) -> None:
     """Raise ConfigError on every rank unless all have the same text of each function. Collective if there is one."""
     for key, function in functions.items():
         digests = world.exchange(source_digest(function.fn))
-        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if others:
+        differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differing_ranks:
             raise world.agreed(
                 ConfigError(
-                    f'{key} = "{function.name}": rank {others[0]} has another text of it than rank 0',
+                    f'{key} = "{function.name}": rank {differing_ranks[0]} has another text of it than rank 0',
                     remedy="install the same version of the module everywhere, or name a file, which goes with the run",
                 )
             )
@@ -637,40 +637,40 @@ def called(functions: Loaded) -> TokenFunctions:
     )
 
 
-def _loss(named: str, function: UserFunction, tokens: LossTokens) -> TokenLoss:
+def _loss(label: str, function: UserFunction, tokens: LossTokens) -> TokenLoss:
     live_T = tokens.live_T
     nowhere_T = torch.zeros_like(live_T, dtype=torch.bool)
     if not live_T.numel():  # an empty micro-batch that only pads the count
         return TokenLoss(live_T * 0, nowhere_T, nowhere_T)
-    loss, metrics = _pair(_returned(named, function, tokens), dict[str, Tensor]())
-    loss_T = _row(named, "its loss", loss, tokens)
+    loss, metrics = _pair(_call(label, function, tokens), dict[str, Tensor]())
+    loss_T = _row(label, "its loss", loss, tokens)
     if live_T.requires_grad and not loss_T.requires_grad:
         raise UserCodeError(
-            f"{named} returned a loss without gradient", remedy="compute it from tokens.live_T, not detached"
+            f"{label} returned a loss without gradient", remedy="compute it from tokens.live_T, not detached"
         )
     if not isinstance(metrics, Mapping):
-        raise UserCodeError(f"{named} returned metrics of type {type(metrics).__name__}", remedy=MEND)
+        raise UserCodeError(f"{label} returned metrics of type {type(metrics).__name__}", remedy=MEND)
     rows = {
-        " ".join(str(key).split()): _row(named, f'its metric "{key}"', row, tokens, is_flag=True).detach()
+        " ".join(str(key).split()): _row(label, f'its metric "{key}"', row, tokens, is_flag=True).detach()
         for key, row in cast("Mapping[object, object]", metrics).items()
     }
     return TokenLoss(loss_T, nowhere_T, nowhere_T, rows)
 
 
-def _weight(named: str, function: UserFunction, tokens: LossTokens) -> TokenWeights:
+def _weight(label: str, function: UserFunction, tokens: LossTokens) -> TokenWeights:
     everywhere_T = torch.ones_like(tokens.live_T, dtype=torch.bool)
     if not tokens.live_T.numel():
         return TokenWeights(tokens.live_T.detach(), everywhere_T, ~everywhere_T)
-    weight, keep = _pair(_returned(named, function, tokens), everywhere_T)
-    keep_T = _row(named, "what it keeps", keep, tokens, is_flag=True).bool()
-    return TokenWeights(_row(named, "its weight", weight, tokens).detach(), keep_T, ~keep_T)
+    weight, keep = _pair(_call(label, function, tokens), everywhere_T)
+    keep_T = _row(label, "what it keeps", keep, tokens, is_flag=True).bool()
+    return TokenWeights(_row(label, "its weight", weight, tokens).detach(), keep_T, ~keep_T)
 
 
-def _returned(named: str, function: UserFunction, tokens: LossTokens) -> Any:
+def _call(label: str, function: UserFunction, tokens: LossTokens) -> Any:
     try:
         return function.fn(tokens)
     except (Exception, SystemExit) as error:
-        raise UserCodeError(f"{named} raised {what_was_raised(error)}", remedy=MEND) from error
+        raise UserCodeError(f"{label} raised {what_was_raised(error)}", remedy=MEND) from error
 
 
 def _pair(returned: Any, otherwise: object) -> tuple[Any, Any]:
@@ -679,32 +679,32 @@ def _pair(returned: Any, otherwise: object) -> tuple[Any, Any]:
 
 
 def _is_finite(tokens: LossTokens) -> bool:
-    given = (tokens.live_T, tokens.old_T, tokens.behaviour_T, tokens.advantages_T, tokens.reference_T, tokens.entropy_T)
-    return all(bool(torch.isfinite(row_T.detach()).all()) for row_T in given if row_T is not None)
+    rows = (tokens.live_T, tokens.old_T, tokens.behaviour_T, tokens.advantages_T, tokens.reference_T, tokens.entropy_T)
+    return all(bool(torch.isfinite(row_T.detach()).all()) for row_T in rows if row_T is not None)
 
 
-def _row(named: str, what: str, value: object, tokens: LossTokens, *, is_flag: bool = False) -> Tensor:
+def _row(label: str, part: str, value: object, tokens: LossTokens, *, is_flag: bool = False) -> Tensor:
     """A value that must be one float for each token (`is_flag`: or a whole number, or a truth). One that is not finite
     is the function's doing only if what it was given was finite; else the step says from which groups it came."""
     live_T = tokens.live_T
     if not isinstance(value, Tensor):
-        raise UserCodeError(f"{named}: {what} is of type {type(value).__name__}, not a tensor", remedy=MEND)
+        raise UserCodeError(f"{label}: {part} is of type {type(value).__name__}, not a tensor", remedy=MEND)
     if value.shape != live_T.shape:
         raise UserCodeError(
-            f"{named}: {what} has shape {list(value.shape)} for {live_T.numel()} tokens",
+            f"{label}: {part} has shape {list(value.shape)} for {live_T.numel()} tokens",
             remedy="return one value for each token; means and masks come afterwards",
         )
     is_number = value.is_floating_point() or (is_flag and not value.is_complex())
     if not is_number or value.device != live_T.device:
         raise UserCodeError(
-            f"{named}: {what} is {value.dtype} on {value.device}, the log-probs are {live_T.dtype} on {live_T.device}",
+            f"{label}: {part} is {value.dtype} on {value.device}, the log-probs are {live_T.dtype} on {live_T.device}",
             remedy="return floats on the device of tokens.live_T",
         )
     bad = torch.nonzero(~torch.isfinite(value.detach()))
     if bad.numel() and _is_finite(tokens):
-        at = int(bad[0])
+        token = int(bad[0])
         raise UserCodeError(
-            f"{named}: {what} is {float(value.detach()[at])} at token {at} of {live_T.numel()}",
+            f"{label}: {part} is {float(value.detach()[token])} at token {token} of {live_T.numel()}",
             remedy="return finite numbers: bound what goes into exp, log and divisions",
         )
     return value
@@ -712,9 +712,9 @@ def _row(named: str, what: str, value: object, tokens: LossTokens, *, is_flag: b
 
 def failure_of_all(world: World, failure: UserCodeError | None, place: str) -> UserCodeError:
     """What every rank raises once one of them has `failure`: the words of the lowest rank. Collective."""
-    said = world.exchange("" if failure is None else failure.message)
-    rank = next(rank for rank, text in enumerate(said) if text)
-    return UserCodeError(f"{place}, rank {rank}: {said[rank]}", remedy=MEND)
+    messages = world.exchange("" if failure is None else failure.message)
+    rank = next(rank for rank, text in enumerate(messages) if text)
+    return UserCodeError(f"{place}, rank {rank}: {messages[rank]}", remedy=MEND)
 
 
 def name_metrics_alike(world: World, tally: MetricSums, functions: TokenFunctions) -> None:
@@ -722,6 +722,6 @@ def name_metrics_alike(world: World, tally: MetricSums, functions: TokenFunction
     loss of the user's."""
     if functions.loss is None:
         return
-    own = "\n".join(sorted(name for name in tally.names if name.startswith("mean/user/")))
-    for name in {name for text in world.exchange(own) for name in text.splitlines()}:
+    names = "\n".join(sorted(name for name in tally.names if name.startswith("mean/user/")))
+    for name in {name for text in world.exchange(names) for name in text.splitlines()}:
         tally.add(name, 0.0)

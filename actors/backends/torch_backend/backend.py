@@ -68,12 +68,12 @@ class TorchBackend(RankBackend[RankSettings]):
         world = World.join(config.gang, device)
         with world.phase("set up"):
             agree_on_source(world, functions)
-            policy = self._trained(self._policy(model_config), world, model_config, config.trainer.freeze)
+            policy = self._wrap(self._policy(model_config), world, model_config, config.trainer.freeze)
             critic = None
             reference = self._reference(policy, model_config) if config.algo.keeps_reference else None
             if config.critic.enabled:
                 values = self._value_module(critic_layers(model_config))
-                critic = Critic(self._trained(values, world, model_config), config.critic)
+                critic = Critic(self._wrap(values, world, model_config), config.critic)
             trained = [policy, critic.model] if critic else [policy]
             if self._offload is not None:
                 self._offload.house("params", [p for model in trained for _, p in model.parameters()])
@@ -122,7 +122,7 @@ class TorchBackend(RankBackend[RankSettings]):
         avoid_plans()
         return device
 
-    def _trained(self, module: PolicyModel, world: World, model: ModelConfig, freeze: Sequence[str] = ()) -> TorchModel:
+    def _wrap(self, module: PolicyModel, world: World, model: ModelConfig, freeze: Sequence[str] = ()) -> TorchModel:
         trainer = self._config.trainer
         is_own = trainer.impl == "own"
         return TorchModel(
@@ -180,6 +180,6 @@ def _adapters(policy: TorchModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole_tensors(policy: TorchModel, to_all: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, whole in policy.module.for_folder(whole_tensor):
+    for name, weight in policy.module.for_folder(whole_tensor):
         if to_all or policy.world.rank == 0:
-            yield name, whole
+            yield name, weight

@@ -48,10 +48,10 @@ class Critic:
         into the tally."""
         if micro.values_M is None or micro.returns_M is None:
             raise TrainError("a critic is trained on a batch without returns", remedy="a bug: values come first")
-        found = value_loss(values_M, micro.values_M, micro.returns_M, self.config.value_clip)
-        loss = found.loss_T.sum() / max(num_tokens, 1.0)
+        value_losses = value_loss(values_M, micro.values_M, micro.returns_M, self.config.value_clip)
+        loss = value_losses.loss_T.sum() / max(num_tokens, 1.0)
         tally.add("value_loss", loss)
-        tally.add(f"{SUMS}clipped", found.is_clipped_T.sum())
+        tally.add(f"{SUMS}clipped", value_losses.is_clipped_T.sum())
         return loss
 
     def count(self, micro: MicroBatch[Layout], tally: MetricSums) -> None:
@@ -61,17 +61,17 @@ class Critic:
                 tally.add(f"{SUMS}{name}", total)
 
     def rate(self, optimizer: OptimizerConfig) -> float:
-        own = optimizer.model_copy(update={"lr": self.config.lr or optimizer.lr, "schedule": "constant"})
-        return learning_rate(own, self.model.num_updates, 0)
+        schedule = optimizer.model_copy(update={"lr": self.config.lr or optimizer.lr, "schedule": "constant"})
+        return learning_rate(schedule, self.model.num_updates, 0)
 
 
 def take_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Metrics under `train/` from sums over all ranks, which are taken out of `sums`; none without a critic."""
-    own = {name.removeprefix(SUMS): sums.pop(name) for name in list(sums) if name.startswith(SUMS)}
-    if not own:
+    value_sums = {name.removeprefix(SUMS): sums.pop(name) for name in list(sums) if name.startswith(SUMS)}
+    if not value_sums:
         return {}
-    metrics = {f"train/{name}": value for name, value in value_metrics(own).items()}
-    metrics["train/value_clip_fraction"] = own["clipped"] / max(1.0, own["count"])
+    metrics = {f"train/{name}": value for name, value in value_metrics(value_sums).items()}
+    metrics["train/value_clip_fraction"] = value_sums["clipped"] / max(1.0, value_sums["count"])
     return metrics
 
 

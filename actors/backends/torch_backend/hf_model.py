@@ -53,7 +53,7 @@ class TransformersModel(PolicyModel):
     def layers(self) -> nn.ModuleList:
         """The largest list of modules: what FSDP shards one by one."""
         lists = [module for module in self.inner.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=nn.ModuleList())
+        return max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters()), default=nn.ModuleList())
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.inner.named_parameters(*args, **kwargs)
@@ -65,8 +65,8 @@ class TransformersModel(PolicyModel):
     def get_parameter(self, target: str) -> nn.Parameter:
         return self.inner.get_parameter(target)
 
-    def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        state = self._folder_state(whole)
+    def for_folder(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        state = self._folder_state(gather)
         for name in self._config.tensor_shapes():
             yield name, state[name]
 
@@ -101,12 +101,12 @@ class TransformersModel(PolicyModel):
             return contextlib.nullcontext()
         return torch.autocast(next(self.inner.parameters()).device.type, self.dtype)
 
-    def _folder_state(self, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def _folder_state(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """HuggingFace name -> tensor, as transformers writes them into a folder."""
         from transformers.core_model_loading import revert_weight_conversion
 
         held = ((name, tensor) for name, tensor in self.inner.state_dict().items() if not is_adapter(name))
-        state = {name: self.served(name, tensor, whole) for name, tensor in held}
+        state = {name: self.served(name, tensor, gather) for name, tensor in held}
         return cast("dict[str, Tensor]", revert_weight_conversion(cast(Any, self.inner), state))
 
 
@@ -116,13 +116,13 @@ def _read(folder: str, config: ModelConfig) -> Any:
             f"{folder} holds FP8 weights, which transformers does not train", remedy='leave trainer.impl = "hf" out'
         )
     try:
-        theirs = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        for name, value in theirs.to_dict().items():
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for name, value in model_config.to_dict().items():
             if isinstance(value, float) and any(part in name for part in RANDOM):
-                setattr(theirs, name, 0.0)
+                setattr(model_config, name, 0.0)
         model, facts = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=theirs,
+            config=model_config,
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
@@ -135,10 +135,10 @@ def _read(folder: str, config: ModelConfig) -> Any:
             f"transformers cannot read {folder}, a model of type {config.model_type}: {str(error)[:400]}",
             remedy="use a folder that AutoModelForCausalLM.from_pretrained reads",
         ) from error
-    for what, remedy in (("missing", "export the folder again"), ("mismatched", "its config.json is of another model")):
-        if wrong := sorted(str(key) for key in facts[f"{what}_keys"]):
+    for kind, remedy in (("missing", "export the folder again"), ("mismatched", "its config.json is of another model")):
+        if wrong := sorted(str(key) for key in facts[f"{kind}_keys"]):
             raise ModelError(
-                f"{folder}: {len(wrong)} weights are {what}, {', '.join(wrong[:SHOWN])} among them", remedy=remedy
+                f"{folder}: {len(wrong)} weights are {kind}, {', '.join(wrong[:SHOWN])} among them", remedy=remedy
             )
     return model
 
@@ -147,9 +147,9 @@ def _check_names(state: dict[str, Tensor], config: ModelConfig, folder: str) -> 
     """Raise TrainError if the trained model could not be written as a folder like the one that was read."""
     for name, shape in config.tensor_shapes().items():
         if name not in state or tuple(state[name].shape) != shape:
-            have = f"it has shape {tuple(state[name].shape)}" if name in state else "there is none"
+            difference = f"it has shape {tuple(state[name].shape)}" if name in state else "there is none"
             raise TrainError(
-                f"{folder}: transformers does not give weight {name} of shape {shape} back: {have}",
+                f"{folder}: transformers does not give weight {name} of shape {shape} back: {difference}",
                 remedy="write the folder once by transformers' save_pretrained, and train that one",
             )
 

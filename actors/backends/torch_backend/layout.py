@@ -161,9 +161,9 @@ def _bundle(
     return bundles
 
 
-def _sharing_pays(row_len: int, more: int, alone: int, linear_cost: float | None) -> bool:
+def _sharing_pays(row_len: int, extra_len: int, alone: int, linear_cost: float | None) -> bool:
     """Compare costs in attended tokens: a masked row computes its whole square, a causal row half of it."""
-    joined = row_len + more
+    joined = row_len + extra_len
     if linear_cost is None or joined > MAX_SHARED_ROW:
         return False
     extra = joined * (linear_cost + joined) - row_len * (linear_cost + row_len)
@@ -228,8 +228,8 @@ class _Packer:
         blocks: list[AttentionBlock] = []
         indexes: list[I64] = []
         offset = 0
-        for rows, is_packed in _blocks_of(self._attended, packs_rows):
-            block, index = _block(rows, is_packed, segments_T, slots_T, offset, device)
+        for block_rows, is_packed in _blocks_of(self._attended, packs_rows):
+            block, index = _block(block_rows, is_packed, segments_T, slots_T, offset, device)
             offset += len(index)
             blocks.append(block)
             indexes.append(index)
@@ -237,9 +237,9 @@ class _Packer:
         is_token_S[slots_T] = True
         rows_N, row_of_M = np.unique(np.concatenate(self._rows), return_inverse=True)
         counts = [len(columns) for columns in self._columns]
-        left = [self._samples[i].kept_rows for i in self._members]
-        chosen = [None if one is None else one[columns] for one, columns in zip(left, self._columns, strict=True)]
-        kept = joined_kept(list(zip(chosen, counts, strict=True)))
+        rows = [self._samples[i].kept_rows for i in self._members]
+        drawn = [None if row is None else row[columns] for row, columns in zip(rows, self._columns, strict=True)]
+        kept = joined_kept(list(zip(drawn, counts, strict=True)))
         return Layout(
             token_ids_T=_to_device(np.concatenate(self._tokens), device),
             positions_T=_to_device(np.concatenate(self._positions), device),
@@ -307,10 +307,10 @@ def _tree_mask(segments_nL: Tensor) -> Tensor:
 
 def temperature_of(samples: Sequence[Sample], counts: Sequence[int], device: torch.device | str) -> Temperature:
     """Of each sample's loss tokens (`counts`), one sample after another; one number if they are all alike."""
-    found = [sample.temperature or 1.0 for sample in samples]  # engines give log-probs of greedy tokens at 1
-    if len(set(found)) < 2:
-        return float(found[0]) if found else 1.0
-    return from_array(np.repeat(np.asarray(found, dtype=np.float32), counts)).to(device)
+    temperatures = [sample.temperature or 1.0 for sample in samples]  # engines give log-probs of greedy tokens at 1
+    if len(set(temperatures)) < 2:
+        return float(temperatures[0]) if temperatures else 1.0
+    return from_array(np.repeat(np.asarray(temperatures, dtype=np.float32), counts)).to(device)
 
 
 def _to_device(array: npt.NDArray[np.integer], device: torch.device | str) -> Tensor:
@@ -396,22 +396,22 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def batch_of(layout: L, samples: Sequence[TrainSample], device: torch.device) -> MicroBatch[L]:
-    chosen = [samples[i] for i in layout.members]
+    members = [samples[i] for i in layout.members]
     counts = np.diff(layout.offsets)
-    behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in chosen] or [np.zeros(0, np.float32)])
-    sample_M = from_array(np.repeat(np.arange(len(chosen)), counts))
-    scalar = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
+    behaviour = np.concatenate([s.logprobs[s.loss_mask != 0] for s in members] or [np.zeros(0, np.float32)])
+    sample_M = from_array(np.repeat(np.arange(len(members)), counts))
+    scalar = torch.tensor([s.advantage for s in members], dtype=torch.float32)
     return MicroBatch(
         layout=layout,
-        group_ids=tuple(sorted({s.group_id for s in chosen})),
+        group_ids=tuple(sorted({s.group_id for s in members})),
         behaviour_M=from_array(behaviour.astype(np.float32)).to(device),
-        segments=Segments(sample_M.to(device), len(chosen)),
+        segments=Segments(sample_M.to(device), len(members)),
         scalar_S=scalar.to(device),
         advantages_M=scalar[sample_M].to(device),
-        given_M=_rows(chosen, [(s.token_advantages, s.advantage) for s in chosen], device),
-        weights_M=_rows(chosen, [(s.loss_weights, 1.0) for s in chosen], device),
-        turn_rewards_M=_rows(chosen, [(s.token_rewards, 0.0) for s in chosen], device),
-        parts=_parts(chosen, counts, device),
+        given_M=_rows(members, [(s.token_advantages, s.advantage) for s in members], device),
+        weights_M=_rows(members, [(s.loss_weights, 1.0) for s in members], device),
+        turn_rewards_M=_rows(members, [(s.token_rewards, 0.0) for s in members], device),
+        parts=_parts(members, counts, device),
     )
 
 
@@ -430,8 +430,8 @@ def to_score(sample: TrainSample) -> TrainSample:
         "versions": (sample.versions, NO_VERSION),
         "loss_mask": (np.zeros_like(sample.loss_mask), 1),
     }
-    found = {name: np.append(row, np.asarray(end, row.dtype)) for name, (row, end) in longer.items()}
-    return msgspec.structs.replace(sample, **cast("dict[str, Any]", found))
+    changes = {name: np.append(row, np.asarray(end, row.dtype)) for name, (row, end) in longer.items()}
+    return msgspec.structs.replace(sample, **cast("dict[str, Any]", changes))
 
 
 def group_numbers(layout: ScoredRows, samples: Sequence[TrainSample], device: torch.device) -> Tensor:
@@ -460,8 +460,8 @@ def _rows(
     """Of all loss tokens, a row or one number for each sample; None if no sample has a row."""
     if all(row is None for row, _ in values):
         return None
-    kept = [
+    rows = [
         (np.full(len(s.loss_mask), number, np.float32) if row is None else row)[s.loss_mask != 0]
         for s, (row, number) in zip(samples, values, strict=True)
     ]
-    return from_array(np.concatenate(kept).astype(np.float32)).to(device)
+    return from_array(np.concatenate(rows).astype(np.float32)).to(device)

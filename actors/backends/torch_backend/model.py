@@ -96,11 +96,11 @@ class _UnpadRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _slotted(grads[0], ctx.layout.index_S, ctx.layout.is_token_S), None
+        return _to_slots(grads[0], ctx.layout.index_S, ctx.layout.is_token_S), None
 
 
 @fused
-def _slotted(x_Th: Tensor, index_S: Tensor, is_token_S: Tensor) -> Tensor:
+def _to_slots(x_Th: Tensor, index_S: Tensor, is_token_S: Tensor) -> Tensor:
     return torch.where(is_token_S.unsqueeze(1), x_Th.index_select(0, index_S), 0.0)
 
 
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.has_qk_norm else nn.Identity()
 
-    def projected(self, x_Th: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_Th: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, heads, head_dim], keys and values [T, kv heads, head_dim], rotated."""
         q_THD = self.q_proj(x_Th).unflatten(-1, (-1, self.head_dim))
         k_TKD = self.k_proj(x_Th).unflatten(-1, (-1, self.head_dim))
@@ -230,7 +230,7 @@ def _before_attention(
     x_Th: Tensor, layer: DecoderLayer, rope: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, ...]:
     """Queries, keys and values in slots (`Layout.index_S` and `slots_T`; None: tokens lie there as they are)."""
-    heads = layer.self_attn.projected(layer.input_layernorm(x_Th), rope)
+    heads = layer.self_attn.project(layer.input_layernorm(x_Th), rope)
     return heads if slots is None else tuple(cast(Tensor, cast(Any, _PadRows).apply(x, *slots)) for x in heads)
 
 
@@ -284,15 +284,15 @@ class PolicyModel(nn.Module):
         """Modules that compute in float32 whatever the rest computes in."""
         return ()
 
-    def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """HuggingFace name and detached tensor of every weight, in the order of `ModelConfig.tensor_shapes`. `whole`
+    def for_folder(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """HuggingFace name and detached tensor of every weight, in the order of `ModelConfig.tensor_shapes`. `gather`
         makes one of a parameter, which may be a shard."""
         raise NotImplementedError
 
-    def served(self, name: str, tensor: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def served(self, name: str, tensor: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """A parameter, put together from all ranks' parts, with what its adapter adds. Collective if it is sharded."""
-        found = whole(tensor.detach())
-        return found if self.adapters is None else self.adapters.merged(name, found, whole)
+        weight = gather(tensor.detach())
+        return weight if self.adapters is None else self.adapters.merged(name, weight, gather)
 
 
 class PackedModel(PolicyModel):
@@ -312,10 +312,10 @@ class PackedModel(PolicyModel):
     def layers(self) -> nn.ModuleList:
         return self.model.layers
 
-    def for_folder(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def for_folder(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.named_parameters())
         for name in self._config.tensor_shapes():
-            yield name, self.served(name, parameters[name], whole)
+            yield name, self.served(name, parameters[name], gather)
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of the first half turned: [T, 1, head_dim] each."""

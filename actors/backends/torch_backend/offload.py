@@ -50,10 +50,10 @@ class TorchOffload(RankOffload):
         firsts, seconds = list(parameters), list(parameters)
         least_bytes = LEAST_GRANULES * self._arena.driver.granularity
         for part, indices in zip(OPTIMIZER_PARTS, shares(sizes, len(OPTIMIZER_PARTS), least_bytes), strict=False):
-            own = [parameters[index] for index in indices]
-            both = _zeroed(self._empty(part, [*own, *own]))
+            group = [parameters[index] for index in indices]
+            both = _zeroed(self._empty(part, [*group, *group]))
             for place, index in enumerate(indices):
-                firsts[index], seconds[index] = both[place], both[len(own) + place]
+                firsts[index], seconds[index] = both[place], both[len(group) + place]
         return firsts, seconds
 
     def _empty(self, tag: Tag, like: Sequence[Tensor]) -> list[Tensor]:

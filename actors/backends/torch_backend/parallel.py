@@ -103,7 +103,8 @@ class AdamW:
     def _update_fused(self, lr: float, trained: Sequence[tuple[float, tuple[Tensor, ...]]]) -> None:
         beta1, beta2 = self.betas
         for decay in {decay for decay, _ in trained}:
-            columns = [list(column) for column in zip(*(row for own, row in trained if own == decay), strict=True)]
+            rows = [parts for rate, parts in trained if rate == decay]
+            columns = [list(column) for column in zip(*rows, strict=True)]
             count = torch.full((), float(self.num_updates), device=columns[0][0].device)
             cast(Any, torch)._fused_adamw_(
                 *columns, [], [count] * len(columns[0]), lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay,
@@ -148,7 +149,7 @@ class Replica:
     def kept(self) -> list[tuple[str, nn.Parameter]]:
         """What a checkpoint holds: all parameters, or the adapters, where they are what is trained."""
         has_adapters = self.module.adapters is not None
-        return [(name, each) for name, each in self.parameters() if each.requires_grad or not has_adapters]
+        return [(name, p) for name, p in self.parameters() if p.requires_grad or not has_adapters]
 
     def parts(self) -> dict[str, Tensor]:
         return {name: local_part(parameter.detach()) for name, parameter in self.parameters()}
@@ -156,10 +157,10 @@ class Replica:
     def score(self, layouts: Sequence[Layout]) -> list[Any]:
         """Without gradient: the same operations on the same shapes, hence the same bits."""
         with torch.no_grad():
-            found = [self.module(layout) for layout in layouts]
+            scores = [self.module(layout) for layout in layouts]
         if self.is_sharded:  # no backward pass will: the outermost parameters are whole, in the compute type
             cast(Any, self.module).reshard()
-        return found
+        return scores
 
 
 class TorchModel(Replica, TrainedModel):
@@ -188,7 +189,7 @@ class TorchModel(Replica, TrainedModel):
 
     def make_optimizer(self, config: OptimizerConfig, offload: TorchOffload | None) -> None:
         """Once the parameters are where they stay. `offload`: where moments and gradients lie if they can leave."""
-        self.optimizer = AdamW(self._trained(), config.betas, config.eps, offload)
+        self.optimizer = AdamW(self._trained_parameters(), config.betas, config.eps, offload)
 
     def layouts(self, samples: Sequence[Sample], micros: Sequence[Sequence[int]]) -> list[Layout]:
         return [self._layout(samples, members) for members in micros]
@@ -207,12 +208,13 @@ class TorchModel(Replica, TrainedModel):
         """
         copies = max(1, num_tokens // sum(16 + length for _, length in _STAND_INS[2:]))
         samples = [sample for copy in range(copies) for sample in _stand_ins(copy)]
-        every = range(0, len(samples), len(_STAND_INS))
-        layouts = self.layouts(samples, [[at + k for at in every for k in members] for members in ((0, 1), (2, 3, 4))])
+        starts = range(0, len(samples), len(_STAND_INS))
+        micros = [[start + k for start in starts for k in members] for members in ((0, 1), (2, 3, 4))]
+        layouts = self.layouts(samples, micros)
         self.score(layouts)
 
-        def total(_: int, said: Any) -> Tensor:
-            return cast(Tensor, said if isinstance(said, Tensor) else said.logprobs_M).sum()  # values, or scores
+        def total(_: int, output: Any) -> Tensor:
+            return cast(Tensor, output if isinstance(output, Tensor) else output.logprobs_M).sum()  # values, or scores
 
         self.train(layouts, total, needs_entropy_grad=False, replays=False)
         self.optimizer.forget_gradients()
@@ -226,14 +228,14 @@ class TorchModel(Replica, TrainedModel):
         return bool(torch.isfinite(torch.nn.utils.get_total_norm([local_part(g) for g in self._gradients()])))
 
     def update(self, norm: Tensor, rate: float, weight_decay: float, max_norm: float) -> None:
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained()], max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained_parameters()], max_norm, norm)
         self.optimizer.update(rate, weight_decay)
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for _, p in self._trained() if p.grad is not None]
+        return [p.grad for _, p in self._trained_parameters() if p.grad is not None]
 
     def _share_gradients(self) -> None:
         """Sum gradients over ranks, after the last backward pass of a mini-batch. Collective."""
@@ -251,7 +253,7 @@ class TorchModel(Replica, TrainedModel):
         """Trained parameters in their order, in groups of at most BUCKET_NUMBERS numbers (a larger one alone)."""
         bucket: list[nn.Parameter] = []
         size = 0
-        for _, parameter in self._trained():
+        for _, parameter in self._trained_parameters():
             if bucket and size + parameter.numel() > BUCKET_NUMBERS:
                 yield bucket
                 bucket, size = [], 0

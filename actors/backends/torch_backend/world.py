@@ -139,7 +139,7 @@ class World(RankGroup):
                 raise
             self._leave("a collective failed")
             raise TrainError(
-                f"rank {self.rank} of {self.size} failed to {name}: {self._who_is_to_blame()}; {_first_line(error)}",
+                f"rank {self.rank} of {self.size} failed to {name}: {self._culprits()}; {_first_line(error)}",
                 remedy="see the logs of the ranks named; the gang restarts from its checkpoint",
             ) from error
         except BaseException as error:
@@ -158,35 +158,35 @@ class World(RankGroup):
 
     def exchange(self, text: str) -> tuple[str, ...]:
         """What every rank says, in the order of ranks, on every rank. Collective."""
-        said = text.encode()
-        sizes = integers(self.gather(torch.tensor([len(said)])).flatten())
+        encoded = text.encode()
+        sizes = integers(self.gather(torch.tensor([len(encoded)])).flatten())
         box = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
-        if said:
-            box[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        if encoded:
+            box[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         rows = self.gather(box).cpu()
         return tuple(bytes(integers(row[:size])).decode() for row, size in zip(rows, sizes, strict=True))
 
-    def agree(self, error: Exception | None, what: str) -> None:
+    def agree(self, error: Exception | None, action: str) -> None:
         """End together after something that any rank may have failed alone: raises its own error there, and a
         TrainError naming these ranks on the others (DiskRefused, if disks are all that failed). Collective."""
-        own = _FINE if error is None else _FAILED if refusal(error) is None else _DISK
-        failed = integers(self.gather(torch.tensor([own])).flatten())
+        status = _FINE if error is None else _FAILED if refusal(error) is None else _DISK
+        failed = integers(self.gather(torch.tensor([status])).flatten())
         if error is not None:
             raise self.agreed(error)
         if any(failed):
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             kind = TrainError if _FAILED in failed else DiskRefused
-            raise self.agreed(kind(f"{what} failed on rank {ranks}", remedy="see the logs of the ranks named"))
+            raise self.agreed(kind(f"{action} failed on rank {ranks}", remedy="see the logs of the ranks named"))
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Generator[None]:
+    def together(self, action: str) -> Generator[None]:
         """Run a stretch in which any rank may fail alone, and end it together; see `agree`."""
         failure: Exception | None = None
         try:
             yield
         except (MyxaError, OSError) as error:
             failure = error
-        self.agree(failure, what)
+        self.agree(failure, action)
 
     def agreed(self, error: Exception) -> Exception:
         """Mark an error as one that every rank raises at this same place, so that the process group stays whole."""
@@ -210,14 +210,14 @@ class World(RankGroup):
             with contextlib.suppress(RuntimeError):  # the store's host died; the collective will say so
                 self._store.set(f"{kind}/{self.rank}", text)
 
-    def _who_is_to_blame(self) -> str:
+    def _culprits(self) -> str:
         if self._store is None:
             return "alone"
-        others = [r for r in range(self.size) if r != self.rank]
+        peers = [r for r in range(self.size) if r != self.rank]
         with contextlib.suppress(RuntimeError):  # then a rank is silent, which the error below says
-            self._store.wait([f"left/{r}" for r in others], timedelta(seconds=GRACE_S))
+            self._store.wait([f"left/{r}" for r in peers], timedelta(seconds=GRACE_S))
         try:
-            return "; ".join(self._clause(r) for r in others)
+            return "; ".join(self._clause(r) for r in peers)
         except RuntimeError:
             return "rank 0, which hosts the store, does not answer"
 
@@ -232,10 +232,10 @@ class World(RankGroup):
 
 def _meet(gang: Gang) -> Store:
     """Open the store at the meeting place and wait until all ranks are in it."""
-    who, place = f"trainer rank {gang.rank} of {gang.world_size}", f"{gang.master_addr}:{gang.master_port}"
+    rank_text, place = f"trainer rank {gang.rank} of {gang.world_size}", f"{gang.master_addr}:{gang.master_port}"
     if not gang.master_addr or not 0 < gang.master_port < 65536:
         raise LaunchError(
-            f"{who}: {place!r} is no meeting place",
+            f"{rank_text}: {place!r} is no meeting place",
             remedy="the launcher sets MASTER_ADDR and MASTER_PORT; by hand: 127.0.0.1 and a free port",
         )
     timeout = timedelta(seconds=gang.timeout_s)
@@ -244,9 +244,9 @@ def _meet(gang: Gang) -> Store:
         store = opened(gang.master_addr, gang.master_port, gang.world_size, gang.timeout_s)
         store.set(f"phase/{gang.rank}", "join")
     except (RuntimeError, OSError) as error:
-        what = "cannot listen" if gang.rank == 0 else "does not reach rank 0"
+        fault = "cannot listen" if gang.rank == 0 else "does not reach rank 0"
         raise LaunchError(
-            f"{who} {what} at {place}: {_first_line(error)}",
+            f"{rank_text} {fault} at {place}: {_first_line(error)}",
             remedy="check that the port is free and that rank 0 is running",
         ) from error
     keys = [f"phase/{r}" for r in range(gang.world_size)]
@@ -254,7 +254,7 @@ def _meet(gang: Gang) -> Store:
         store.wait(keys, timeout)
     except RuntimeError as error:
         raise LaunchError(
-            f"{who} waited up to {gang.timeout_s:.0f} s at {place}; {_not_there(store, keys)}",
+            f"{rank_text} waited up to {gang.timeout_s:.0f} s at {place}; {_not_there(store, keys)}",
             remedy="see the logs of the ranks named",
         ) from error
     return store
