@@ -90,7 +90,7 @@ class KnobsMachine(RuleBasedStateMachine):
             draft = draft_change(ChangeRequest(values=values, who=WHO), roster, Decisions("none"))
         except ConfigError:
             return
-        verdict = self.knobs.judge(draft.wanted["buffer"], 0)
+        verdict = self.knobs.judge(draft.values["buffer"], 0)
         assert self.knobs.values == before, "judged only"
         if verdict.refusal:
             return
