@@ -105,8 +105,8 @@ class Game(Environment):
         text: str = message.get("content") or ""
         if (size := getattr(space, "n", None)) is None or not hasattr(space, "start"):
             return text
-        number = int(found[0]) if (found := _NUMBERS.findall(text)[-1:]) and len(found[0]) <= MAX_DIGITS else -1
-        return number if space.start <= number < space.start + size else None
+        numbers = [int(number) for number in _NUMBERS.findall(text)[-1:] if len(number) <= MAX_DIGITS]
+        return next((number for number in numbers if space.start <= number < space.start + size), None)
 
     async def finalize(self, session: EnvironmentSession) -> None:
         if (finalize := getattr(session.env, "finalize", None)) is not None:
@@ -124,7 +124,7 @@ class Game(Environment):
 
 def _messages_in(observed: Any) -> list[Message] | None:
     """The messages that it is; None: it is anything else."""
-    entries = cast("list[Any]", observed) if isinstance(observed, list) else [observed]
+    entries: list[Any] = cast("list[Any]", observed) if isinstance(observed, list) else [None]
     return entries if all(isinstance(entry, dict) and "role" in entry for entry in entries) else None
 
 
@@ -299,7 +299,7 @@ class OpenEnv(Environment):
     def _action(self, session: EnvironmentSession, message: Message) -> dict[str, Any]:
         """Raises ValueError."""
         text, fields = (message.get("content") or "").strip(), session.metadata["fields"]
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(action := json.loads(text), dict):
                 return cast("dict[str, Any]", action)
         if len(fields) != 1:

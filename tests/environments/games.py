@@ -124,7 +124,7 @@ class Weather:
 
 
 class Moves:
-    n, start = 3, 0
+    n, start = 4, -1
 
 
 class Board:

@@ -102,10 +102,10 @@ async def test_a_rollout_is_what_the_policy_did_and_what_each_turn_earned(tmp_pa
 
 
 async def test_observations_are_shown_whole_and_a_number_that_is_no_action_is_refused(tmp_path: Path) -> None:
-    moves = iter(["9" * 300, "2", "1", "0"])
+    moves = iter(["9" * 300, "2", "1", "-1"])
     async with bench(tmp_path, lambda prompt: next(moves), id=f"{GAMES}:Board") as made:
         (sample,) = (await made.run()).samples
-        assert [line.split()[1] for line in made.lines("move")] == ["2", "1", "0"]
+        assert [line.split()[1] for line in made.lines("move")] == ["2", "1", "-1"]
     refused, first, second = (reply[0].content for reply in sample.replies)
     assert "(7, 8)" in made.says.tokenizer.decode(made.says.prompts[0])
     assert "no action" in refused and first == "['left', 'right']" and "..." not in second and second.count("9") == 100
