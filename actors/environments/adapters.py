@@ -398,8 +398,8 @@ class Verifiers(Environment):
         try:
             episode = await self.env.run_episode(task, self.ctx, on_trace=minted)
         finally:
-            for one in traces:
-                del self.sessions[one]
+            for trace_id in traces:
+                del self.sessions[trace_id]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors and not session.metadata.get("ended_by"):
             kind = SandboxFailure if errors[0].type == "SandboxError" else EnvironmentFailure
@@ -408,7 +408,7 @@ class Verifiers(Environment):
         session.reward = float(sum(rewards) / max(len(rewards), 1))
         for trace in episode.traces:
             session.metadata.update({key: value for key, value in trace.metrics.items() if value is not None})
-            session.metadata.update({key: one.value for key, one in trace.rewards.items() if one is not None})
+            session.metadata.update({key: reward.value for key, reward in trace.rewards.items() if reward is not None})
 
 
 CHAT_HARNESS = "myxa_chat"

@@ -220,8 +220,8 @@ def _attribute(module: ModuleType, module_name: str, attr: str, expected: Expect
     value: Any = module
     for part in attr.split("."):
         if not hasattr(value, part):
-            known = [one for one in dir(value) if callable(getattr(value, one, None))]
-            raise no_attribute(expected.key, module_name, attr, part, known)
+            names = [name for name in dir(value) if callable(getattr(value, name, None))]
+            raise no_attribute(expected.key, module_name, attr, part, names)
         value = getattr(value, part)
     if not callable(value):
         raise ConfigError(

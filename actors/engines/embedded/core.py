@@ -190,9 +190,9 @@ class EngineCore:
         for row in reversed(range(len(self._slots))):
             if is_meant(self._slots.rows[row]):
                 self._end(row, "abort")
-        for one in [one for one in self._waiting if is_meant(one)]:
-            self._waiting.remove(one)
-            self._forget(one, _NOTHING)
+        for request in [request for request in self._waiting if is_meant(request)]:
+            self._waiting.remove(request)
+            self._forget(request, _NOTHING)
 
     def pause(self, mode: PauseMode) -> None:
         """Generate nothing until `resume`. abort: all requests end; retract: rows wait again and are prefilled again;
@@ -234,31 +234,31 @@ class EngineCore:
         try:
             return self._advance(new)
         except Exception as err:  # noqa: BLE001 -- found out below whose it is
-            self._waiting.extendleft(one for one in reversed(new) if one not in self._slots.rows)
+            self._waiting.extendleft(request for request in reversed(new) if request not in self._slots.rows)
             self.retract()
             self._part([self._waiting.popleft() for _ in range(len(self._waiting) - num_others)], err)
             return 0
 
-    def _part(self, asked: Sequence[Running], err: Exception) -> None:
+    def _part(self, requests: Sequence[Running], err: Exception) -> None:
         sound: list[Running] = []
         failed: list[tuple[Running, Exception]] = []
-        for one in asked:
+        for request in requests:
             try:
-                self._advance([one])
+                self._advance([request])
             except Exception as again:  # noqa: BLE001 -- this request's
                 while self._slots.rows:
                     self._slots.remove(0)
-                failed.append((one, again))
+                failed.append((request, again))
             else:
                 self.retract()
-                sound += [self._waiting.popleft()] if one in self._waiting else []
-        if len(failed) == len(asked):
+                sound += [self._waiting.popleft()] if request in self._waiting else []
+        if len(failed) == len(requests):
             try:
                 self.check_logits()
             except Exception:  # noqa: BLE001 -- it serves no one
                 raise err from None
-        for one, again in failed:
-            self._forget(one, self._request_failed(one, again))
+        for request, again in failed:
+            self._forget(request, self._request_failed(request, again))
         self._waiting.extendleft(reversed(sound))
 
     def _request_failed(self, request: Running, err: BaseException) -> EngineError:
@@ -290,7 +290,7 @@ class EngineCore:
         ids, positions = self._slots.inputs()
         count = len(ids)
         attentions: list[Attention] = []
-        wanted = None
+        last_places = None
         if count:
             attentions.append(DecodeAttention(self._cache, positions, self.weights.dtype, self.config.num_kv_heads))
         if admission.rows:
@@ -298,31 +298,31 @@ class EngineCore:
             attentions.append(prefill)
             ids = np.concatenate([ids, *admission.contexts]).astype(np.int64)
             positions = np.concatenate([positions, prefill.positions])
-            wanted = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
+            last_places = as_tensor(np.concatenate([np.arange(count), count + admission.lasts]))
         attention = attentions[0] if len(attentions) == 1 else MixedAttention(*attentions, num_first=count)
-        hidden = self.decoder.hidden(self.weights, as_tensor(ids), as_tensor(positions), attention, wanted)
+        hidden = self.decoder.hidden(self.weights, as_tensor(ids), as_tensor(positions), attention, last_places)
         return self.decoder.logits(self.weights, hidden)
 
     def _forward_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """The same, tile by tile: a running row shares its tile with its neighbours, or with slots that are free."""
         ids, positions = self._slots.inputs()
         count = len(ids)
-        found: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
         for start in range(0, count, TILE):
             slots = np.minimum(np.arange(start, start + TILE), self._slots.num_slots - 1)
-            taken = slots < count
+            is_taken = slots < count
             slots_ids, slots_at = np.zeros(TILE, dtype=np.int64), np.zeros(TILE, dtype=np.int64)
-            slots_ids[taken], slots_at[taken] = ids[slots[taken]], positions[slots[taken]]
+            slots_ids[is_taken], slots_at[is_taken] = ids[slots[is_taken]], positions[slots[is_taken]]
             hidden = self._hidden_tile(slots_ids, slots, slots_at)
-            found.append(self.decoder.logits(self.weights, hidden)[: count - start])
+            logits.append(self.decoder.logits(self.weights, hidden)[: count - start])
         if admission.rows:
             hidden = self._prefill_tiles(admission)[as_tensor(admission.lasts)]
             for start in range(0, len(hidden), TILE):
                 part = hidden[start : start + TILE]
                 tile = torch.zeros(TILE, hidden.shape[1], dtype=hidden.dtype)
                 tile[: len(part)] = part
-                found.append(self.decoder.logits(self.weights, tile)[: len(part)])
-        return torch.cat(found)
+                logits.append(self.decoder.logits(self.weights, tile)[: len(part)])
+        return torch.cat(logits)
 
     def _prefill_tiles(self, admission: AdmissionPlan) -> torch.Tensor:
         """Hidden states of all tokens of the contexts, one behind the other; the last tile is filled with its last."""
@@ -330,7 +330,7 @@ class EngineCore:
         rows = np.repeat(np.asarray(admission.rows), admission.lengths)
         positions = np.concatenate([np.arange(length) for length in admission.lengths])
         fill = (0, -len(ids) % TILE)
-        ids, rows, positions = (np.pad(each, fill, mode="edge") for each in (ids, rows, positions))
+        ids, rows, positions = (np.pad(column, fill, mode="edge") for column in (ids, rows, positions))
         tiles = (slice(start, start + TILE) for start in range(0, len(ids), TILE))
         return torch.cat([self._hidden_tile(ids[tile], rows[tile], positions[tile]) for tile in tiles])
 

@@ -92,8 +92,10 @@ class SlotCache:
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a row to another, in all layers."""
         heads = self._num_heads
-        first, other = target * heads, source * heads
-        self._data[:, :, first : first + heads, :length] = self._data[:, :, other : other + heads, :length]
+        target_head, source_head = target * heads, source * heads
+        self._data[:, :, target_head : target_head + heads, :length] = self._data[
+            :, :, source_head : source_head + heads, :length
+        ]
 
     def clear_row(self, row: int) -> None:
         """Zero a row: masked places are multiplied by zero probability, which does not silence NaN."""
@@ -109,8 +111,8 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"Unable to allocate {nbytes / 2**30:.3g} GiB for keys and values ({error})") from error
-    words = np.frombuffer(pages, dtype=kind).reshape(shape)
-    return as_tensor(words) if dtype == torch.float32 else as_tensor(words).view(dtype)
+    values = np.frombuffer(pages, dtype=kind).reshape(shape)
+    return as_tensor(values) if dtype == torch.float32 else as_tensor(values).view(dtype)
 
 
 MAX_EINSUM_QUERIES = 2
@@ -223,8 +225,8 @@ class TileAttention:
         for length, bias, members in self._parts:
             past_keys, past_values = self._cache.read_rows(layer, self._rows, length)
             scores = torch.bmm(past_keys, grouped).transpose(1, 2).add(bias)
-            found = torch.bmm(scores.softmax(dim=-1), past_values).view(tile, -1)
-            out[members] = found[members]
+            attended = torch.bmm(scores.softmax(dim=-1), past_values).view(tile, -1)
+            out[members] = attended[members]
         return out
 
 
@@ -366,9 +368,9 @@ class _Source:
                 remedy="trainer and engine must use the same model folder",
             )
         # torch complains of read-only buffers, which mapped files and received frames are; so the bytes are copied.
-        whole = torch.empty(shape, dtype=dtype)
-        whole.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
-        return whole
+        copied = torch.empty(shape, dtype=dtype)
+        copied.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(tensor.data, dtype=np.uint8)
+        return copied
 
     def copy(self, name: str, target: Tensor) -> None:
         target.copy_(self._take(name))
@@ -377,9 +379,9 @@ class _Source:
         """Copy with index (s, i) of each head's first dimension moved to (i, s): pairs become neighbours."""
         source = self._take(name)
         num_heads = source.shape[0] // (2 * half)
-        rest = source.shape[1:]
-        pairs = source.view(num_heads, 2, half, *rest).transpose(1, 2)
-        target.view(-1, half, 2, *rest).copy_(pairs)  # a norm weight, one for all heads, is broadcast
+        inner_dims = source.shape[1:]
+        pairs = source.view(num_heads, 2, half, *inner_dims).transpose(1, 2)
+        target.view(-1, half, 2, *inner_dims).copy_(pairs)  # a norm weight, one for all heads, is broadcast
 
 
 class Decoder:
@@ -397,16 +399,16 @@ class Decoder:
         ids: Tensor,
         positions: Tensor,
         attention: Attention,
-        wanted: Tensor | None = None,
+        selected: Tensor | None = None,
     ) -> Tensor:
-        """What the last layer says of tokens `ids` int64 [N], or of the rows `wanted` int64 [M] only: [N, hidden] or
+        """What the last layer says of tokens `ids` int64 [N], or of the rows `selected` int64 [M] only: [N, hidden] or
         [M, hidden]."""
         x = weights.embedding[ids]
         turns = self._turns[positions]
         for number, layer in enumerate(weights.layers):
             attended = self._attended(number, layer, x, turns, attention)
-            if wanted is not None and number == len(weights.layers) - 1:
-                x, attended = x[wanted], attended[wanted]  # the other rows are not used from here on
+            if selected is not None and number == len(weights.layers) - 1:
+                x, attended = x[selected], attended[selected]  # the other rows are not used from here on
             x = torch.addmm(x, attended, layer.out.t())
             gate, up = linear(self._normed(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = torch.addmm(x, silu(gate).mul_(up), layer.down.t())

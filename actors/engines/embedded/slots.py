@@ -196,11 +196,15 @@ def draw_tiles(logits: Tensor, rows: Records, numbers: F64, *, tells_kept: bool 
     """The same by tiles of rows, so that a row's draw depends on no other row."""
     num_rows = len(logits)
     tiles = [np.minimum(np.arange(start, start + TILE), num_rows - 1) for start in range(0, num_rows, TILE)]
-    found = [draw(logits[as_tensor(tile)], rows[tile], numbers[tile], tells_kept=tells_kept) for tile in tiles]
-    columns = zip(*(one[:3] for one in found), strict=True)
+    draws = [draw(logits[as_tensor(tile)], rows[tile], numbers[tile], tells_kept=tells_kept) for tile in tiles]
+    columns = zip(*(tile_draw[:3] for tile_draw in draws), strict=True)
     ids, logprobs, is_finite = (np.concatenate(parts)[:num_rows] for parts in columns)
-    kept = {number * TILE + row: left for number, one in enumerate(found) for row, left in one.kept.items()}
-    return DrawnTokens(ids, logprobs, is_finite, {row: left for row, left in kept.items() if row < num_rows})
+    kept = {
+        number * TILE + row: token_ids
+        for number, tile_draw in enumerate(draws)
+        for row, token_ids in tile_draw.kept.items()
+    }
+    return DrawnTokens(ids, logprobs, is_finite, {row: token_ids for row, token_ids in kept.items() if row < num_rows})
 
 
 def _draw_cut(
@@ -354,7 +358,7 @@ class SlotTable:
     def _told_kept(self, row: int, first: int, count: int) -> I32 | None:
         kept, self._kept[row] = self._kept[row], {}
         rows = (kept.get(first + number) for number in range(count)) if kept else ()
-        return joined_kept([(None if one is None else one[None], 1) for one in rows])
+        return joined_kept([(None if ids is None else ids[None], 1) for ids in rows])
 
     def remove(self, row: int) -> Running:
         """Take a row out; the last row moves into its place."""
@@ -397,19 +401,19 @@ class AdmissionPlan:
 def take_waiting(waiting: deque[Running], num_free: int, max_tokens: int) -> list[Running]:
     """Take requests off the queue, in order, for the free rows. Their distinct contexts stay within `max_tokens`,
     except that one is always taken."""
-    taken: list[Running] = []
+    requests: list[Running] = []
     seen: set[bytes] = set()
     room = max_tokens
-    while waiting and len(taken) < num_free:
+    while waiting and len(requests) < num_free:
         context = waiting[0].context
         key = context.tobytes()
         if key not in seen:
-            if taken and len(context) > room:
+            if requests and len(context) > room:
                 break
             seen.add(key)
             room -= len(context)
-        taken.append(waiting.popleft())
-    return taken
+        requests.append(waiting.popleft())
+    return requests
 
 
 def plan_admission(requests: Sequence[Running], first: int) -> AdmissionPlan:
@@ -423,8 +427,8 @@ def plan_admission(requests: Sequence[Running], first: int) -> AdmissionPlan:
     for numbers, end in zip(groups, np.cumsum([len(c) for c in contexts]).tolist(), strict=True):
         lasts[numbers] = end - 1
     copies = [
-        (first + numbers[0], first + other, len(context))
+        (first + numbers[0], first + number, len(context))
         for numbers, context in zip(groups, contexts, strict=True)
-        for other in numbers[1:]
+        for number in numbers[1:]
     ]
     return AdmissionPlan(contexts, [first + numbers[0] for numbers in groups], copies, lasts)

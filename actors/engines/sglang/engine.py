@@ -318,8 +318,8 @@ class SglangEngine:
         span = (request.num_routed, len(request.input_ids))
         is_certain = self._adapters is not None
         tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair), is_certain=is_certain)
-        async with self._asked(request, version, tokens, pair) as (mine, answer):
-            async for delta in self._parts(mine, answer, tokens, tokens.feed, is_half=bool(pair)):
+        async with self._asked(request, version, tokens, pair) as (sent, answer):
+            async for delta in self._parts(sent, answer, tokens, tokens.feed, is_half=bool(pair)):
                 if delta.finish is not None:
                     self._usage += tokens.usage
                 yield delta
@@ -328,8 +328,8 @@ class SglangEngine:
         """Have a prefill server read the prompt, draw the first token, and send both to the decode server; returns
         when that is done, or was aborted. Raises as `answer`."""
         tokens = HeldTokens(self._place_of(request), version)
-        async with self._asked(request, version, tokens, pair) as (mine, answer):
-            async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=True):
+        async with self._asked(request, version, tokens, pair) as (sent, answer):
+            async for _ in self._parts(sent, answer, tokens, tokens.chunks, is_half=True):
                 pass
 
     async def _parts(
@@ -367,26 +367,26 @@ class SglangEngine:
         fields = {**pair, "lora_path": adapter} if adapter else pair
         try:
             async with AsyncExitStack() as stack:
-                mine = stack.enter_context(self._sent(request.request_id))
+                sent = stack.enter_context(self._sent(request.request_id))
                 answer = await stack.enter_async_context(
                     self._http.session.post(
                         f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
                         data=request_body(
-                            sent_request, mine.rid, version, tells_experts=choices is not None, fields=fields
+                            sent_request, sent.rid, version, tells_experts=choices is not None, fields=fields
                         ),
                         headers=self._http.headers,
                         timeout=stream_timeout(self._options.call_s, self._options.stall_s),
                     )
                 )
-                mine.answer = answer
-                mine.has_arrived.set()
+                sent.answer = answer
+                sent.has_arrived.set()
                 if answer.status != 200:
                     raise refusal(place, answer.status, await answer.content.read(2000))
                 try:
-                    yield mine, answer
+                    yield sent, answer
                 except (GeneratorExit, asyncio.CancelledError):
                     if adapter and not tokens.finish:
-                        self._leave(self._read_out(stack.pop_all(), mine, answer, tokens, adapter))
+                        self._leave(self._read_out(stack.pop_all(), sent, answer, tokens, adapter))
                     raise
                 if not tokens.finish:
                     raise EngineError(
@@ -414,15 +414,15 @@ class SglangEngine:
         task.add_done_callback(self._leaving.discard)
 
     async def _read_out(
-        self, stack: AsyncExitStack, mine: _Open, answer: aiohttp.ClientResponse, tokens: HeldTokens, adapter: str
+        self, stack: AsyncExitStack, sent: _Open, answer: aiohttp.ClientResponse, tokens: HeldTokens, adapter: str
     ) -> None:
         """Abort a request whose reader left once it runs, and read its end: with its connection closed, SGLang 0.5.17
         keeps its adapter for ever."""
         assert self._adapters is not None
-        mine.is_aborted = True
+        sent.is_aborted = True
         async with stack:
             with suppress(EngineError, aiohttp.ClientError, TimeoutError):
-                async for _ in self._parts(mine, answer, tokens, tokens.chunks, is_half=False):
+                async for _ in self._parts(sent, answer, tokens, tokens.chunks, is_half=False):
                     pass
         if tokens.is_over:
             self._adapters.ended(adapter)
