@@ -32,7 +32,7 @@ from .run_view import (
     outcome,
     queue_rows,
 )
-from .why import rollout_time, describe_rollout
+from .why import describe_rollout, rollout_time
 
 _MAX_ACTORS = 32
 _MAX_UNDER_WAY = 12

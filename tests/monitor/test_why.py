@@ -12,10 +12,10 @@ from myxa.core.messages import RolloutNow
 from myxa.launch.views.why import (
     Bound,
     Facts,
+    describe_rollout,
     explain,
     judge,
     without_start,
-    describe_rollout,
 )
 
 Shares = dict[str, dict[str, float]]
