@@ -64,11 +64,11 @@ async def be_client() -> None:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
         while line := await asyncio.to_thread(sys.stdin.readline):
-            asked = json.loads(line)
+            request = json.loads(line)
             began, began_cpu = time.perf_counter(), time.process_time()
-            took = await asyncio.gather(*(talk(asked["url"], key, asked["turns"], http) for key in asked["keys"]))
+            took = await asyncio.gather(*(talk(request["url"], key, request["turns"], http) for key in request["keys"]))
             spent = {"s": time.perf_counter() - began, "cpu_s": time.process_time() - began_cpu}
-            print(json.dumps({**spent, "turns": [one for some in took for one in some]}), flush=True)
+            print(json.dumps({**spent, "turns": [seconds for times in took for seconds in times]}), flush=True)
 
 
 class World:
@@ -95,9 +95,9 @@ class World:
         episode = Episode(prompt=prompt, index=0, tokenizer=self.tokenizer, model=self.access)
         return OpenSession(AgentSession(episode, self.tokenizer), prompt)
 
-    async def call(self, turns: int, one: OpenSession | None = None) -> list[float]:
+    async def call(self, turns: int, opened: OpenSession | None = None) -> list[float]:
         """A rollout without the gateway."""
-        episode, took = (one or self.session()).session._root, []
+        episode, took = (opened or self.session()).session._root, []
         for _ in range(turns):
             began = time.perf_counter()
             await episode.generate()
@@ -106,10 +106,10 @@ class World:
         return took
 
 
-async def asked(client: asyncio.subprocess.Process, **what: Any) -> dict[str, Any]:
+async def asked(client: asyncio.subprocess.Process, **request: Any) -> dict[str, Any]:
     assert client.stdin is not None
     assert client.stdout is not None
-    client.stdin.write(json.dumps(what).encode() + b"\n")
+    client.stdin.write(json.dumps(request).encode() + b"\n")
     return json.loads(await client.stdout.readline())
 
 
@@ -130,15 +130,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     async def through(num: int, turns: int) -> dict[str, Any]:
         nonlocal lost
         opened = [world.session() for _ in range(num)]
-        keys = [gateway.open(one) for one in opened]
+        keys = [gateway.open(session) for session in opened]
         began_cpu = time.process_time()
-        found = await asked(client, url=url, keys=keys, turns=turns)
-        found["server_cpu_s"] = time.process_time() - began_cpu
-        for one, key in zip(opened, keys, strict=True):
-            samples = one.session.samples()
+        reply = await asked(client, url=url, keys=keys, turns=turns)
+        reply["server_cpu_s"] = time.process_time() - began_cpu
+        for session, key in zip(opened, keys, strict=True):
+            samples = session.session.samples()
             lost += turns * options.tokens - sum(int(sample.loss_mask.sum()) for sample in samples)
             await gateway.close(key)
-        return found
+        return reply
 
     await world.call(5)
     await through(1, 5)
@@ -152,17 +152,17 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     for _ in range(options.rounds):
         waiting = [world.session() for _ in range(options.sessions)]
         began, began_cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(world.call(options.turns, one) for one in waiting))
+        await asyncio.gather(*(world.call(options.turns, session) for session in waiting))
         middle, middle_cpu = time.perf_counter(), time.process_time()
-        told = await through(options.sessions, options.turns)
+        through_http = await through(options.sessions, options.turns)
         rounds.append({
-            "alone_s": middle - began, "gated_s": told["s"], "client_cpu_s": told["cpu_s"],
-            "alone_cpu_s": middle_cpu - began_cpu, "gated_cpu_s": told["server_cpu_s"],
+            "alone_s": middle - began, "gated_s": through_http["s"], "client_cpu_s": through_http["cpu_s"],
+            "alone_cpu_s": middle_cpu - began_cpu, "gated_cpu_s": through_http["server_cpu_s"],
         })  # fmt: skip
     one_ms, gated_ms = statistics.median(alone) * 1e3, statistics.median(gated) * 1e3
-    mid = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    ratio = statistics.median(one["alone_s"] / one["gated_s"] for one in rounds)
-    cpu_ratio = statistics.median(one["alone_cpu_s"] / one["gated_cpu_s"] for one in rounds)
+    mid = {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
+    ratio = statistics.median(row["alone_s"] / row["gated_s"] for row in rounds)
+    cpu_ratio = statistics.median(row["alone_cpu_s"] / row["gated_cpu_s"] for row in rounds)
     cpu_ms = {name: mid[name] / (options.sessions * options.turns) * 1e3 for name in mid}
     print("| what | engine alone | through the gateway | |\n|---|---:|---:|---|")
     print(

@@ -191,11 +191,11 @@ def samples_of(records: Path) -> dict[int, list[str]]:
             batches.append((step, []))
         batches[-1][1].append(group)
     for step, batch in batches:
-        known = steps.setdefault(step, batch)
-        size = min(len(known), len(batch))  # the kill may have cut a record short
-        if known[:size] != batch[:size]:
-            raise Differs(f"step {step} was made from {known}, and after the kill again from {batch}")
-        steps[step] = max(known, batch, key=len)
+        earlier = steps.setdefault(step, batch)
+        size = min(len(earlier), len(batch))  # the kill may have cut a record short
+        if earlier[:size] != batch[:size]:
+            raise Differs(f"step {step} was made from {earlier}, and after the kill again from {batch}")
+        steps[step] = max(earlier, batch, key=len)
     return {step: steps[step] for step in sorted(steps)}
 
 
@@ -203,9 +203,9 @@ def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """What each step told last."""
     found: dict[int, dict[str, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]:
-        told = json.loads(line)
-        if "train/grad_norm" in told["values"]:
-            found[told["step"]] = {k: v for k, v in told["values"].items() if not k.endswith(WALL_CLOCK)}
+        entry = json.loads(line)
+        if "train/grad_norm" in entry["values"]:
+            found[entry["step"]] = {k: v for k, v in entry["values"].items() if not k.endswith(WALL_CLOCK)}
     return found
 
 

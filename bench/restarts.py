@@ -77,8 +77,8 @@ def print_table(measured: dict[str, list[dict[str, float]]]) -> None:
     print(f"| actor | {' | '.join(PARTS)} | all (largest) | goal | |")
     print("|---|" + "---:|" * (len(PARTS) + 2) + "---|")
     for role, rounds in measured.items():
-        parts = [statistics.median(each[part] for each in rounds) for part in PARTS]
-        totals = [sum(each.values()) for each in rounds]
+        parts = [statistics.median(row[part] for row in rounds) for part in PARTS]
+        totals = [sum(row.values()) for row in rounds]
         verdict = "met" if statistics.median(totals) <= GOALS_S[role] else "missed"
         shown = " | ".join(f"{part:.2f}" for part in parts)
         total = f"{statistics.median(totals):.2f} ({max(totals):.2f})"
@@ -98,13 +98,13 @@ def measure(job: Job, role: str) -> dict[str, float]:
     os.kill(record["pid"], signal.SIGKILL)
     attempt = record["attempt"] + 1
     log = job.run_dir() / "logs/launcher.0.log"
-    own = job.run_dir() / "logs" / f"{name.replace('/', '.')}.{attempt}.log"
+    log = job.run_dir() / "logs" / f"{name.replace('/', '.')}.{attempt}.log"
     wait_until(lambda: first_work(job, role, name, began) is not None, f"{name} to work again", timeout_s=120)
     moments = [
         began,
         moment(log, f"{name} ended", began),
         moment(log, f"{name}: attempt {attempt} is process", began),
-        moment(own, "serves as attempt", began),
+        moment(log, "serves as attempt", began),
         moment(log, f"{name} is up", began),
         first_work(job, role, name, began) or began,
     ]
@@ -112,33 +112,33 @@ def measure(job: Job, role: str) -> dict[str, float]:
     return dict(zip(PARTS, gaps, strict=True))
 
 
-def moment(path: Path, words: str, after: float) -> float:
+def moment(path: Path, pattern: str, after: float) -> float:
     """When a line of a log was written; the first one after that moment."""
     deadline = time.monotonic() + 30.0
     while True:
         for line in path.read_text().splitlines() if path.exists() else ():
-            found = STAMP.match(line)
-            if found and words in line:
-                at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(found[2]) / 1000
-                if at >= after - 0.002:
-                    return at
-        assert time.monotonic() < deadline, f"{path} does not say {words!r}"
+            match = STAMP.match(line)
+            if match and pattern in line:
+                wall_s = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000
+                if wall_s >= after - 0.002:
+                    return wall_s
+        assert time.monotonic() < deadline, f"{path} does not say {pattern!r}"
         time.sleep(0.05)
 
 
 def first_work(job: Job, role: str, name: str, after: float) -> float | None:
     """What only a working actor of that role brings about."""
     if role == "buffer":
-        found = [wall_s for wall_s, detail in moves(job, "", after) if detail != "the buffer was restarted"]
+        moments = [wall_s for wall_s, detail in moves(job, "", after) if detail != "the buffer was restarted"]
     elif role == "trainer":
-        found = [wall_s for wall_s, _ in moves(job, "TRAINED", after)]
+        moments = [wall_s for wall_s, _ in moves(job, "TRAINED", after)]
     elif role == "monitor":
-        found = told(job.run_dir() / "metrics.jsonl", "", after)
+        moments = wall_times(job.run_dir() / "metrics.jsonl", "", after)
     elif role == "rollout":
-        found = told(job.run_dir() / "events.jsonl", "weights-adopted", after, name)
+        moments = wall_times(job.run_dir() / "events.jsonl", "weights-adopted", after, name)
     else:
-        found = told(job.run_dir() / "events.jsonl", "", after, name)
-    return min(found, default=None)
+        moments = wall_times(job.run_dir() / "events.jsonl", "", after, name)
+    return min(moments, default=None)
 
 
 def moves(job: Job, to: str, after: float) -> list[tuple[float, str]]:
@@ -152,14 +152,14 @@ def moves(job: Job, to: str, after: float) -> list[tuple[float, str]]:
     return [(wall_s, detail) for wall_s, detail, state in rows if to in ("", state)]
 
 
-def told(path: Path, kind: str, after: float, source: str = "") -> list[float]:
-    found: list[float] = []
+def wall_times(path: Path, kind: str, after: float, source: str = "") -> list[float]:
+    moments: list[float] = []
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line) if line.endswith("}") else {}
         is_meant = source in ("", entry.get("source")) and kind in ("", entry.get("kind"))
         if is_meant and entry.get("wall_s", 0.0) > after:
-            found.append(float(entry["wall_s"]))
-    return found
+            moments.append(float(entry["wall_s"]))
+    return moments
 
 
 if __name__ == "__main__":

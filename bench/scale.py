@@ -119,7 +119,7 @@ async def fleet(folder: Path, options: Any, first: int, end: int) -> None:
 
     config = load_config(folder / "run.toml")
     tokenizer = load_tokenizer(config.model.path, config.data)
-    commits, puts = ((folder / f"{what}-{first}.txt").open("a", buffering=1) for what in ("commits", "puts"))
+    commits, puts = ((folder / f"{file}-{first}.txt").open("a", buffering=1) for file in ("commits", "puts"))
 
     class Light(Rollout):
         async def _deliver(self, group: Any, attempt: int) -> None:
@@ -127,7 +127,7 @@ async def fleet(folder: Path, options: Any, first: int, end: int) -> None:
             await super()._deliver(group, attempt)
             puts.write(f"{began!r} {now() - began!r}\n")
 
-    async def one(index: int) -> None:
+    async def begin_actor(index: int) -> None:
         node = await attach(f"rollout/{index}", folder)
         engine: Any = StubEngine(index, commits, options.step_s * MEDIAN, options.tokens)
         rollout = Light(
@@ -136,7 +136,7 @@ async def fleet(folder: Path, options: Any, first: int, end: int) -> None:
         )  # fmt: skip
         await node.start(rollout, f"rollout/{index}")
 
-    await asyncio.gather(*map(one, range(first, end)))
+    await asyncio.gather(*map(begin_actor, range(first, end)))
     await asyncio.Event().wait()
 
 
@@ -166,7 +166,7 @@ class LightTrainer(OwnsKnobs, TrainerContract):
         while not (self._folder / "go").exists():
             await asyncio.sleep(0.05)
         while True:
-            asked = now()
+            asked_s = now()
             while not (claim := await self._buffer.claim(step, 2.0)).groups:
                 pass
             claimed, ids = now(), tuple(claim.groups)
@@ -176,7 +176,7 @@ class LightTrainer(OwnsKnobs, TrainerContract):
             await asyncio.sleep(max(0.0, self._step_s - (fetched - claimed)))
             await self._buffer.trained(step)
             step += 1
-            line = {"step": step, "at": now(), "wait": claimed - asked, "fetch": fetched - claimed}
+            line = {"step": step, "at": now(), "wait": claimed - asked_s, "fetch": fetched - claimed}
             self._log.write(json.dumps(line) + "\n")
             await self._coordinator.version_made(self._made(step), StepReport(step=step - 1, version=step, metrics={}))
 
@@ -210,14 +210,14 @@ async def real(role: Any, folder: Path) -> None:
     raise node.failed.result()
 
 
-def counted(of: type, name: str, note: Callable[..., None]) -> None:
-    inner = getattr(of, name)
+def counted(owner: type, name: str, note: Callable[..., None]) -> None:
+    inner = getattr(owner, name)
 
     def outer(*args: Any, **more: Any) -> Any:
         note(*args, **more)
         return inner(*args, **more)
 
-    setattr(of, name, outer)
+    setattr(owner, name, outer)
 
 
 # -- the process that directs and asks
@@ -255,8 +255,8 @@ class World:
 
     def log(self, name: str, since: float = 0.0, until: float = 1e18) -> list[dict[str, float]]:
         file = self.folder / f"{name}.jsonl"
-        found = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-        return [line for line in found if since <= line["at"] <= until]
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        return [line for line in lines if since <= line["at"] <= until]
 
     def adopted_by_all(self, version: int) -> float:
         """When the last actor began to serve that version or a newer one; 0: not all do."""
@@ -270,14 +270,14 @@ class World:
         with sqlite3.connect(f"file:{self.folder}/ledger.sqlite?mode=ro", uri=True, timeout=30) as db:
             return db.execute(text).fetchall()
 
-    async def until(self, is_met: Callable[[], Any], what: str, every_s: float = 0.1) -> float:
+    async def until(self, is_met: Callable[[], Any], goal: str, every_s: float = 0.1) -> float:
         """Seconds waited."""
         began = now()
         while not is_met():
             dead = [name for name, part in self.parts.items() if part.poll() is not None]
             if dead or now() > began + 600:
-                said = (self.folder / f"{dead[0]}.log").read_text().splitlines()[-30:] if dead else ()
-                sys.exit("\n".join([f"{self.num} actors: no {what}", *dead, *said]))
+                log_lines = (self.folder / f"{dead[0]}.log").read_text().splitlines()[-30:] if dead else ()
+                sys.exit("\n".join([f"{self.num} actors: no {goal}", *dead, *log_lines]))
             await asyncio.sleep(every_s)
         return now() - began
 
@@ -315,7 +315,7 @@ async def simulate(world: World) -> dict[str, str]:
     probing.cancel()
     steps = world.log("steps", began, ended)
     row["steps/s, of those asked for"] = f"{len(steps) / (ended - began):.3f} of {1 / step_s:.3f}"
-    spread = [found - x["at"] for x in steps[:-1] if (found := world.adopted_by_all(int(x["step"])))]
+    spread = [adopted_s - x["at"] for x in steps[:-1] if (adopted_s := world.adopted_by_all(int(x["step"])))]
     row["a version is adopted by all after, s"] = f"{max(spread, default=float('nan')):.1f}"
     row["fetch of a batch, s"] = f"{max(x['fetch'] for x in steps):.2f}"
     for name, took in answers.items():
@@ -349,9 +349,9 @@ async def probe(node: Node, answers: dict[str, list[float]]) -> None:
     }  # fmt: skip
     while True:
         for name, ask in asks.items():
-            asked = now()
+            asked_s = now()
             await ask()
-            answers[name].append(now() - asked)
+            answers[name].append(now() - asked_s)
         await asyncio.sleep(0.05)
 
 
@@ -438,8 +438,8 @@ def store_rate() -> tuple[float, float, float]:
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
     actor = HostedActor(name="rollout/0", index=0, handlers=handlers_of(RolloutContract).names)
     ipc, tcp = "ipc:///run/user/1000/myxa/00000000000.c", "tcp://10.0.0.1:40000"
-    where = Endpoints(node_rank=1, ipc=(ipc, ipc), tcp=(tcp, tcp), curve="x" * 40)
-    record = NodeRecord(name="rollout/0", node_id=9, epoch=1, endpoints=where, actors=(actor,))
+    endpoints = Endpoints(node_rank=1, ipc=(ipc, ipc), tcp=(tcp, tcp), curve="x" * 40)
+    record = NodeRecord(name="rollout/0", node_id=9, epoch=1, endpoints=endpoints, actors=(actor,))
     num_tokens = num * 16 * 16_384
     return num_tokens / took_s, size / num_tokens, len(msgspec.json.encode(record))
 
@@ -503,9 +503,9 @@ def run(num: int, options: Any) -> dict[str, str]:
         try:
             return asyncio.run(simulate(world))
         finally:
-            for one in world.parts.values():
-                one.kill()
-                one.wait()
+            for process in world.parts.values():
+                process.kill()
+                process.wait()
 
 
 if __name__ == "__main__":
