@@ -30,6 +30,7 @@ from .root import RunConfig
 from .section import (
     ANY_NAME,
     CONFLICTS,
+    IS_FROZEN,
     Conflict,
     KeyPath,
     Meaning,
@@ -173,6 +174,8 @@ class _Layers:
     problems: list[Finding] = field(default_factory=list[Finding])
     is_whole: bool = True
     """Whether every file could be read."""
+    is_frozen: bool = False
+    """Whether one of them is the resolved file of a run."""
 
     def read_file(self, file: Path, text: str | None) -> None:
         try:
@@ -183,6 +186,7 @@ class _Layers:
             self.is_whole = False
             return
         if text.startswith(HEADER):
+            self.is_frozen = True
             _from_earlier(table)
         _rename(table, partial(_resolve, folder=file.absolute().parent))
         _set_agent_dir(table, file)
@@ -220,11 +224,14 @@ class _Layers:
         self.origins.by_path[path] = origin
 
     def check(self) -> RunConfig | None:
+        before = IS_FROZEN.set(self.is_frozen)
         try:
             return RunConfig.model_validate(self.table, by_alias=True, by_name=False)
         except ValidationError as error:
             self.problems += self._problems_of(error)
             return None
+        finally:
+            IS_FROZEN.reset(before)
 
     def _problems_of(self, error: ValidationError) -> list[Finding]:
         """All problems of the validation, in the order of the sections; one per path, with its value as the user wrote
@@ -305,7 +312,7 @@ CAUSES = {
     "finite_number": "must be a finite number",
     "string_type": "must be text in quotes",
     "bool_type": "must be true or false",
-    "tuple_type": "must be an array",
+    "tuple_type": "must be an array, in [...]",
     "dict_type": "must be a table",
     "model_type": "must be a table",
     "model_attributes_type": "must be a table",

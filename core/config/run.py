@@ -19,7 +19,7 @@ from ..supervision import WhenHung
 from .hub import ModelPath
 from .section import (
     HTTP_URL,
-    SHELL_VARIABLE,
+    IS_FROZEN,
     CodeName,
     Conflict,
     CountInt,
@@ -46,6 +46,7 @@ from .section import (
     check_urls,
     clashes,
     code_names,
+    has_shell_variable,
 )
 from .servers import GroupSettings, ServerShape
 
@@ -204,9 +205,10 @@ class RoleSettings(Section, frozen=True):
 
     def conflicts(self) -> Iterator[Conflict]:
         """GPUs that are named twice."""
-        name = "CUDA_VISIBLE_DEVICES"
+        devices, visible = self.device_ids, self.env.get("CUDA_VISIBLE_DEVICES")
+        is_other = visible is not None and visible.replace(" ", "") != ",".join(map(str, devices))
         cause = f"must be left out: it is made from devices = {self.devices}"
-        yield from clashes((name in self.env and self.device_ids, f"env.{name}", cause))
+        yield from clashes((devices and is_other, "env.CUDA_VISIBLE_DEVICES", cause))
 
     @field_validator("nodes")
     @classmethod
@@ -465,8 +467,8 @@ def _command(value: str) -> str:
         words = shlex.split(value)
     except ValueError as error:
         raise ValueError(f"is no command: {error}") from None
-    for word in words if "-c" not in words else ():
-        if SHELL_VARIABLE.search(word) or word in SHELL_WORDS or word.startswith("~/"):
+    for word in () if "-c" in words or IS_FROZEN.get() else words:
+        if has_shell_variable(word) or word in SHELL_WORDS or word.startswith("~/"):
             raise ValueError(f"has {word}, which only a shell understands: write sh -c '...'")
     return value
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args, get_origin
@@ -136,18 +137,27 @@ ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHELL_VARIABLE = re.compile(r"(?:^|[/:=])\$[A-Za-z_]|\$[{(]\w")
 
 
+IS_FROZEN: ContextVar[bool] = ContextVar("is_frozen", default=False)
+"""Whether the file that is checked was frozen by a run: what ran before still loads."""
+
+
+def has_shell_variable(text: str) -> bool:
+    """Whether a shell would replace a part of it; none does here."""
+    return not IS_FROZEN.get() and SHELL_VARIABLE.search(text) is not None
+
+
 def check_name_text(text: str) -> str:
     """Text that the operating system takes as a name; raises ValueError otherwise, and for what a shell replaces."""
     if "\0" in text:
         raise ValueError("must not hold the character NUL")
-    if SHELL_VARIABLE.search(text):
+    if has_shell_variable(text):
         raise ValueError("has a variable of the environment, which is not replaced: write the path, or `~/...`")
     return text
 
 
 def check_path_text(text: str, choices: str = "a file or folder") -> str:
     """The same, and no address."""
-    if "://" in text:
+    if "://" in text and not IS_FROZEN.get():
         raise ValueError(f"is an address: name {choices}")
     return check_name_text(text)
 
@@ -159,7 +169,7 @@ def check_env(table: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"{name!r} is not a name of an environment variable")
         if "\0" in text:
             raise ValueError(f"the value of {name} contains a NUL character")
-        if SHELL_VARIABLE.search(text) or text.startswith("~/"):
+        if has_shell_variable(text) or (text.startswith("~/") and not IS_FROZEN.get()):
             cause = f"the value of {name} has what a shell replaces, and none does here"
             raise ValueError(f"{cause}: write the value, or set it where you start the run")
     return table

@@ -197,6 +197,18 @@ def test_a_dumped_configuration_loads_as_the_same(folder: Path, extra: str) -> N
     assert dump_config(again) == dumped
 
 
+def test_what_a_run_froze_still_loads(folder: Path) -> None:
+    """What is refused today may have run yesterday."""
+    first, title, rollout = dump_config(load_config(write(folder, MINIMAL))).partition("[roles.rollout]")
+    first = first.replace(f'dir = "{folder}/elsewhere/runs"', 'dir = "/x/$USER"')
+    frozen = first + title + rollout.replace("env = {}", 'env = {A = "$B"}')
+    config = load_config(write(folder, frozen))
+    assert (config.run.dir, config.roles.rollout.env) == ("/x/$USER", {"A": "$B"})
+    assert dump_config(load_config(write(folder, dump_config(config)))) == dump_config(config)
+    with pytest.raises(ConfigError, match="variable of the environment"):
+        load_config(write(folder, frozen.partition("\n")[2]))
+
+
 @pytest.mark.parametrize(
     ("text", "devices"), [("cpu", ()), ("0", (0,)), ("0-3", (0, 1, 2, 3)), ("0,2, 5-6", (0, 2, 5, 6)), ("63", (63,))]
 )

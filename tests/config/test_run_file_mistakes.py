@@ -47,7 +47,7 @@ MISTAKES: dict[str, str] = {
     "shuffle = 1\n": "5 data.shuffle",
     "system = 3\n": "5 data.system",
     "algo = 3\n": "5 data.algo ! did you mean the table [algo]?",
-    "[rollout]\nstop_token_ids = 3\n": "6 rollout.stop_token_ids",
+    "[rollout]\nstop_token_ids = 3\n": "6 rollout.stop_token_ids ! must be an array, in [...]",
     "[rollout]\nstop_token_ids = [\n  1,\n  '2',\n]\ntop_p = 0.5\n": "6 rollout.stop_token_ids",
     "[reward]\nargs = 3\n": "6 reward.args",
     '[optimizer]\nname = "muon"\n': '6 optimizer.name ! needs roles.trainer.kind = "megatron"',
