@@ -262,13 +262,6 @@ def check_digest(folder: Path, entry: FileEntry) -> None:
         raise _torn(folder, f"the bytes of {entry.name} have changed")
 
 
-def check_whole(folder: Path) -> Manifest:
-    """The manifest, after a look at every byte of the files that it names. Raises TrainError saying what is wrong."""
-    manifest = read_manifest(folder)
-    check_share(folder, manifest, 0, 1)
-    return manifest
-
-
 def check_share(folder: Path, manifest: Manifest, reader: int, num_readers: int) -> None:
     """Look at every byte of this reader's share of the files. Raises TornCheckpoint."""
     with ThreadPoolExecutor(READERS, thread_name_prefix="digest") as pool:
@@ -327,7 +320,7 @@ def whole_ones(folder: str | Path, version: int | None = None, *, reads_all: boo
 
 def _read_through(info: CheckpointInfo) -> CheckpointInfo:
     try:
-        check_whole(info.path)
+        check_share(info.path, read_manifest(info.path), 0, 1)
     except TrainError as error:
         return replace(info, problem=error.message)
     return info

@@ -163,7 +163,7 @@ def _check_expected(request: ChangeRequest, roster: OwnerStates, decisions: Deci
 
 
 RESTORE = "restore"
-"""Verb of the changes that bring a checkpoint's values into force."""
+"""Verb of the changes that bring a checkpoint's values into force: no person made them in this run."""
 NEVER = 1 << 62
 """A number after all others."""
 
@@ -185,11 +185,6 @@ class _DecidedValue:
     def stands(self) -> bool:
         """Whether the value still comes from this change, unless a later one set it again."""
         return self.knob.value is not None and self.ended == NEVER
-
-    @property
-    def is_restored(self) -> bool:
-        """From a checkpoint: no person made this change in this run."""
-        return self.record.verb == RESTORE
 
     @property
     def is_for_a_time(self) -> bool:
@@ -328,7 +323,7 @@ class Decisions:
     def draft_undo(self, epoch: int, roster: OwnerStates, names: frozenset[str] = frozenset()) -> ChangeDraft:
         """What takes a change back: the newest (0), or `epoch`; `names`: only these knobs. Raises ConfigError."""
         undone = self._change(epoch)
-        if undone[0].is_restored and not names:
+        if undone[0].record.verb == RESTORE and not names:
             raise ConfigError(f"change {epoch} restored a checkpoint's values", remedy="set the values instead")
         standing = [entry for entry in undone if entry.stands and (not names or entry.knob.name in names)]
         epoch = undone[0].knob.epoch

@@ -170,15 +170,11 @@ class Checkpoints:
                 TIMEOUTS.trainer.longest_repeat_s, TIMEOUTS.trainer.first_repeat_s * 2 ** min(self._num_failed - 1, 10)
             )
             self._try_at_s = self.report.clock.monotonic() + pause_s
-            self._tell_failed(version, error, pause_s)
-
-    def _tell_failed(self, version: int, error: MyxaError, pause_s: float) -> None:
-        text = (
-            f"{error} (attempt {self._num_failed}; training continues, the next follows in {pause_s:g} s; steps not "
-            f"covered by a checkpoint: {version - self._covered}, since version {self._covered})"
-        )
-        self.report.telemetry.event("checkpoint-failed", text)
-        self.report.ctx.log.error("a checkpoint could not be written: %s", text)
+            text = (
+                f"{error} (attempt {self._num_failed}; training continues, the next follows in {pause_s:g} s; steps "
+                f"not covered by a checkpoint: {version - self._covered}, since version {self._covered})"
+            )
+            self.report.warn("checkpoint-failed", text)
 
     async def _begin(self, version: int, live: LiveKnobs) -> None:
         folder, begun_at = str(self.folder_of(version)), self.report.clock.monotonic()

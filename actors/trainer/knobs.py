@@ -116,8 +116,8 @@ class TrainerKnobs:
 
     def metrics(self) -> dict[str, float]:
         """Knobs that were ever changed, as they are now; those that are numbers."""
-        changed = {name: self._values[name] for name in sorted(self._changed)}
-        return {f"knob/{name}": float(value) for name, value in changed.items() if not isinstance(value, str)}
+        values = ((name, self._values[name]) for name in sorted(self._changed))
+        return {f"knob/{name}": float(value) for name, value in values if not isinstance(value, str)}
 
 
 def with_pending(sheet: KnobSheet, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:

@@ -76,20 +76,16 @@ def restore(rank: int, finder: StartFinder, backend: TrainBackend) -> tuple[Star
     while True:
         start = shared_start(rank, finder, torn, backend.exchange)
         try:
-            extra = _loaded(Path(start.checkpoint), backend) if start.checkpoint else {"version": 0}
+            extra = backend.load(start.checkpoint) if start.checkpoint else {"version": 0}
         except TornCheckpoint as error:
             torn[start.checkpoint] = error.message
             continue
+        version = weights_version(Path(start.checkpoint), extra)
+        if version < 0:
+            raise TrainError(
+                f"checkpoint {start.checkpoint} does not say of which version it is",
+                remedy="name its folder version_N, as it was",
+            )
         if rank == 0:
-            finder.begun(start, extra["version"])
-        return start, extra
-
-
-def _loaded(folder: Path, backend: TrainBackend) -> dict[str, Any]:
-    extra = backend.load(str(folder))
-    version = weights_version(folder, extra)
-    if version < 0:
-        raise TrainError(
-            f"checkpoint {folder} does not say of which version it is", remedy="name its folder version_N, as it was"
-        )
-    return extra | {"version": version}
+            finder.begun(start, version)
+        return start, extra | {"version": version}

@@ -19,7 +19,7 @@ import msgspec
 from ...core.actor import PeerEvent
 from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import MemoryCommand, MemoryReply, TenantReport
-from ...core.errors import NotReady, TrainError
+from ...core.errors import NotReady, TrainError, raised_as
 from ...core.files import naming_disk
 from ...core.knobs import KnobValue, KnobVerdict, LiveKnobs
 from ...core.messages import EvalRequest, EvalResult, WeightManifest
@@ -159,13 +159,10 @@ class Trainer(OwnsKnobs, TrainerContract):
 
     # -- what every rank answers
 
-    async def _until_turn(self) -> None:
+    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
         await self._is_set_up.wait()
         if self._tenant is not None:
             await self._tenant.turn.wait()
-
-    async def train_shard(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
-        await self._until_turn()
         is_first, self._has_trained = not self._has_trained, True
         if is_first and self.options.rank:
             self._meter.switch("wait-data", "next step")
@@ -274,12 +271,9 @@ def _live_knobs(extra: dict[str, Any]) -> LiveKnobs | None:
     """The knobs in a checkpoint. Raises TrainError when what is there cannot be read."""
     if "knobs" not in extra:
         return None
-    try:
+    remedy = "it was written by another version of myxa"
+    with raised_as(TrainError, "the checkpoint's live knobs cannot be read", msgspec.ValidationError, remedy=remedy):
         return msgspec.convert(extra["knobs"], LiveKnobs)
-    except msgspec.ValidationError as error:
-        raise TrainError(
-            f"the checkpoint's live knobs cannot be read: {error}", remedy="it was written by another version of myxa"
-        ) from error
 
 
 async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
@@ -287,9 +281,9 @@ async def _attempt(work: Callable[[], None], name: str) -> TrainError | None:
     try:
         await in_daemon_thread(work, name)
     except Exception as error:  # noqa: BLE001 -- a library writes there: whatever it raises is reported with the checkpoint
-        failed = TrainError(
+        failure = TrainError(
             f"could not {name}: {error}", remedy="check disk and rights; an older checkpoint stays whole"
         )
-        failed.__cause__ = error
-        return failed
+        failure.__cause__ = error
+        return failure
     return None
