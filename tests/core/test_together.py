@@ -78,13 +78,13 @@ async def scene() -> AsyncIterator[Scene]:
     network = InprocNetwork()
     near = await Node.attach(name="near", network=network)
     far = await Node.attach(name="far", rdzv=near.rendezvous, network=network)
-    made = Scene(near, far)
-    await made.add("rank/0", "rank/1", "rank/2")
-    yield made
+    scene = Scene(near, far)
+    await scene.add("rank/0", "rank/1", "rank/2")
+    yield scene
     await far.close(grace_s=0)
     await near.close(grace_s=0)
-    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert left == []
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert tasks == []
 
 
 RANKS = ("rank/0", "rank/1", "rank/2")

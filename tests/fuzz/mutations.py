@@ -116,16 +116,16 @@ def lengthen(rng: random.Random, data: bytearray, _: Corpus) -> bytearray:
 
 def lie(rng: random.Random, data: bytearray, _: Corpus) -> bytearray:
     """About numbers of frames and bytes."""
-    at, size = rng.choice(((36, 4), (40, 4), (4, 2), (6, 2), (8, 4), (HEADER_BYTES, 4)))
+    position, size = rng.choice(((36, 4), (40, 4), (4, 2), (6, 2), (8, 4), (HEADER_BYTES, 4)))
     value = rng.choice((0, 1, 0xFFFF, 1 << (8 * size - 1), (1 << 8 * size) - 1, rng.getrandbits(8 * size)))
-    data[at : at + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    data[position : position + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
     return data
 
 
 def splice(rng: random.Random, data: bytearray, corpus: Corpus) -> bytearray:
     other = rng.choice(corpus.calls)
-    at = rng.randrange(min(len(data), len(other)))
-    return data[:at] + bytearray(other[at:])
+    position = rng.randrange(min(len(data), len(other)))
+    return data[:position] + bytearray(other[position:])
 
 
 def other_body(rng: random.Random, data: bytearray, corpus: Corpus) -> bytearray:
@@ -142,10 +142,10 @@ def other_body(rng: random.Random, data: bytearray, corpus: Corpus) -> bytearray
 
 def other_node(rng: random.Random, data: bytearray, _: Corpus) -> bytearray:
     """One value in the JSON body becomes another."""
-    at, size = data.find(b"[{"), len(data)
-    if at < 0 or at + 4 >= size:
+    position, size = data.find(b"[{"), len(data)
+    if position < 0 or position + 4 >= size:
         return data
-    spot = rng.randrange(at + 2, size)
+    spot = rng.randrange(position + 2, size)
     data[spot : spot + 1] = rng.choice((b'"', b"[", b"9", b"-", b"null", b"}", b"1e999", b"\xff"))
     fields = list(HEADER.unpack_from(data))
     if fields[NUM_FRAMES] == 0:
@@ -195,13 +195,13 @@ def broken_chunks(rng: random.Random, envelope: bytes) -> list[bytes]:
     """Right ones, or one twice, one missing, two changed about, a total that is a lie."""
     envelope = envelope or b"?"
     total = len(envelope)
-    pieces = [(at, envelope[at : at + CHUNK]) for at in range(0, total, CHUNK)]
+    pieces = [(position, envelope[position : position + CHUNK]) for position in range(0, total, CHUNK)]
     fate = rng.randrange(6)
-    at = rng.randrange(len(pieces))
+    position = rng.randrange(len(pieces))
     if fate == 0:
-        pieces.insert(at, pieces[at])
+        pieces.insert(position, pieces[position])
     elif fate == 1:
-        del pieces[at]
+        del pieces[position]
     elif fate == 2:
         rng.shuffle(pieces)
     elif fate == 3:

@@ -63,8 +63,8 @@ class Trainer(OwnsKnobs, TrainerContract):
     async def _report_in(self) -> None:
         await self.ctx.wait_for("coordinator", timeout_s=20)
         self._coordinator = self.ctx.ref(CoordinatorContract, "coordinator")
-        told = self._version, self._manifest, {}, self._live, self._is_leading
-        await self._until_heard(lambda: self._coordinator.trainer_ready(*told))
+        state = self._version, self._manifest, {}, self._live, self._is_leading
+        await self._until_heard(lambda: self._coordinator.trainer_ready(*state))
         self._is_known = True
 
     async def _until_heard(self, tell: Callable[[], Awaitable[None]]) -> None:
@@ -120,8 +120,8 @@ class Room:
         await until(lambda: len(self.uses(name)) > count and name in self.node.peers(name), f"{name} at work")
 
     async def _fork(self, name: str, file: Path, dies: str = "") -> None:
-        words = [str(self.folder / "rdzv.json"), self.sockets, name, str(file), dies]
-        self.children[name] = await start_program(Path(__file__).with_name("room_child.py"), *words)
+        arguments = [str(self.folder / "rdzv.json"), self.sockets, name, str(file), dies]
+        self.children[name] = await start_program(Path(__file__).with_name("room_child.py"), *arguments)
 
     async def begin(self) -> None:
         """Start the coordinator (again), as another process."""

@@ -43,17 +43,17 @@ class Superstitious(KnobOwner):
 
 def make_desk(name: str, *names: str, telemetry: TelemetryBuffer | None = None, **first: KnobValue) -> Desk:
     """An owner called `name` with these knobs."""
-    values = {each: first.get(each, FIRST[each]) for each in names}
+    values = {name: first.get(name, FIRST[name]) for name in names}
     desk: Desk
 
-    def knob(each: str) -> Knob:
+    def knob(name: str) -> Knob:
         def use(value: KnobValue) -> None:
-            values[each] = value
-            desk.uses.append((each, value))
+            values[name] = value
+            desk.uses.append((name, value))
 
-        return Knob(TUNABLES[each], lambda: values[each], use)
+        return Knob(TUNABLES[name], lambda: values[name], use)
 
     owner = Superstitious(name, (), telemetry)
     desk = Desk(owner, values)
-    owner.add(knob(each) for each in names)
+    owner.add(knob(name) for name in names)
     return desk

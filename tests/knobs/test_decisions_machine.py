@@ -139,54 +139,54 @@ class DecisionsMachine(RuleBasedStateMachine):
 
     def _meant(self, name: str, number: int) -> KnobValue:
         """By the log: the newest value that came to its number and was not ended."""
-        at: dict[int, int] = {}
+        begun: dict[int, int] = {}
         ended: dict[int, int] = {}
         standing: dict[int, AuditRecord] = {}
         for record in self.log:
             decision = record.decision
             assert decision is not None
             if record.verb == "rewind":
-                for numbers in (at, ended):
+                for numbers in (begun, ended):
                     numbers.update({e: min(n, record.version) for e, n in numbers.items() if n <= record.at})
             elif name in decision.values:
                 for epoch, older in standing.items():
                     if epoch == decision.undoes or (older.decision and older.decision.for_steps):
                         ended.setdefault(epoch, record.at if name in decision.numbered else 0)
-                at[record.epoch] = record.at if name in decision.numbered else 0
+                begun[record.epoch] = record.at if name in decision.numbered else 0
                 if decision.values[name] is not None:
                     standing[record.epoch] = record
         for epoch in sorted(standing, reverse=True):
             decision = standing[epoch].decision
             assert decision is not None
-            if at[epoch] <= number < ended.get(epoch, 1 << 60):
+            if begun[epoch] <= number < ended.get(epoch, 1 << 60):
                 return decision.values[name]  # type: ignore[return-value]
         return FIRST
 
     @invariant()
     def only_decided_values_are_used(self) -> None:
-        given = {FIRST, *(v for r in self.log if r.decision for v in r.decision.values.values())}
+        possible = {FIRST, *(v for r in self.log if r.decision for v in r.decision.values.values())}
         for site in self.sites.values():
-            assert set(site.values.values()) <= given
+            assert set(site.values.values()) <= possible
 
     def teardown(self) -> None:
         """Everybody asks once more, and agrees with the log; so does an owner that joins."""
         self.work(1)
         for name, site in self.sites.items():
-            for each in (site, Site(name)):
-                each.owner.take(self.decisions.news(each.owner.heard))
-                each.owner.use_due("step", self.passed)
+            for site_now in (site, Site(name)):
+                site_now.owner.take(self.decisions.news(site_now.owner.heard))
+                site_now.owner.use_due("step", self.passed)
                 for knob in KNOBS[name]:
-                    assert each.values[knob] == self._meant(knob, self.passed), (name, knob)
+                    assert site_now.values[knob] == self._meant(knob, self.passed), (name, knob)
         self._resumed_from_a_checkpoint_has_the_same()
 
     def _resumed_from_a_checkpoint_has_the_same(self) -> None:
         resumed = Decisions("next")
-        for one in sorted(self.decisions.live(self.version, 0.0).knobs, key=lambda k: (k.for_steps, k.at)):
-            assert one.value is not None
-            request = ChangeRequest(values={one.name: one.value}, who=WHO, for_steps=one.for_steps)
+        for knob in sorted(self.decisions.live(self.version, 0.0).knobs, key=lambda k: (k.for_steps, k.at)):
+            assert knob.value is not None
+            request = ChangeRequest(values={knob.name: knob.value}, who=WHO, for_steps=knob.for_steps)
             draft = draft_change(request, self.roster, resumed)
             resumed.add(
-                decided(draft, resumed.epoch + 1, max(one.at, self.version), version=self.version, verb="restore")
+                decided(draft, resumed.epoch + 1, max(knob.at, self.version), version=self.version, verb="restore")
             )
         for name, knobs in KNOBS.items():
             for number in range(self.version, self.version + 12):
@@ -195,7 +195,7 @@ class DecisionsMachine(RuleBasedStateMachine):
                 site.owner.use_due("step", number)
                 for knob in knobs:
                     assert site.values[knob] == self._meant(knob, number), (knob, number)
-        ends = [{one.knob.name: end for one, _, end in each._ends()} for each in (self.decisions, resumed)]
+        ends = [{ended_knob.knob.name: end for ended_knob, _, end in log._ends()} for log in (self.decisions, resumed)]
         assert all(ends[0][name] == end for name, end in ends[1].items())
         with pytest.raises(ConfigError):
             resumed.draft_undo(0, self.roster)

@@ -141,8 +141,8 @@ def test_a_checkpoint_keeps_what_is_covered_and_the_time_that_is_left() -> None:
     run.set(for_s=10, room=2)
     run.set(for_steps=5, at=12, lr=2e-3)
     run.set(for_steps=5, eta=3)
-    kept = run.decisions.live(14, 4.0).knobs
-    assert [(k.name, k.value, k.at, k.for_steps, k.for_s) for k in kept] == [
+    live = run.decisions.live(14, 4.0).knobs
+    assert [(k.name, k.value, k.at, k.for_steps, k.for_s) for k in live] == [
         ("room", 5, 0, 0, 0), ("room", 2, 0, 0, 6.0), ("lr", 2e-3, 14, 3, 0),
     ]  # fmt: skip
     assert [k.name for k in run.decisions.live(14, 10.0).knobs] == ["room", "lr"], "it is over"
@@ -152,8 +152,8 @@ def test_undo_leaves_what_a_checkpoint_restored() -> None:
     run = Run()
     request = ChangeRequest(values={"room": 5}, who=WHO)
     run._make(draft_change(request, run.roster, run.decisions), 0, RESTORE)
-    for epoch, said in ((0, "no change to take back"), (1, "restored a checkpoint's values")):
-        with pytest.raises(ConfigError, match=said):
+    for epoch, message in ((0, "no change to take back"), (1, "restored a checkpoint's values")):
+        with pytest.raises(ConfigError, match=message):
             run.undo(epoch)
     run.set(room=6)
     run.undo(0)
@@ -168,7 +168,7 @@ def test_a_change_is_made_only_if_a_knob_has_the_expected_value() -> None:
         ({"lr": 1e-3}, "lr is 0.002"),
         ({"no": 1}, "'no' to compare"),
     ]
-    for expect, said in wrong:
-        with pytest.raises(ConfigError, match=said):
+    for expect, message in wrong:
+        with pytest.raises(ConfigError, match=message):
             draft_change(ChangeRequest(values={"room": 2}, expect=expect), run.roster, run.decisions)
     assert draft_change(ChangeRequest(values={"room": 2}, expect={"lr": 2e-3}), run.roster, run.decisions).moves

@@ -25,19 +25,23 @@ def declared() -> tuple[Tunable, ...]:
 
 def names_declared_in_the_source() -> list[str]:
     """Of every declaration in the package's roles, read without running any of it."""
-    found: list[str] = []
+    names: list[str] = []
     for path in sorted((ROOT / "actors").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS:
-                given = [k.value for k in node.keywords if k.arg == "name"]
-                given = given or (node.args if node.func.id == "_algo" else node.args[:1])
-                found += [str(each.value).rpartition(".")[2] for each in given if isinstance(each, ast.Constant)]
-    return found
+                arguments = [k.value for k in node.keywords if k.arg == "name"]
+                arguments = arguments or (node.args if node.func.id == "_algo" else node.args[:1])
+                names += [
+                    str(argument.value).rpartition(".")[2]
+                    for argument in arguments
+                    if isinstance(argument, ast.Constant)
+                ]
+    return names
 
 
 def renewed(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, _, tail = page.partition(BEGIN)
+    _, end, after = tail.partition(END)
     assert end, f"docs/knobs.md lacks {BEGIN!r} and {END!r}"
     return before + BEGIN + "\n".join([*HEAD, *map(_row, declared())]) + "\n" + END + after
 

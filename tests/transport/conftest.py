@@ -161,9 +161,9 @@ class World:
 
 @pytest.fixture
 def seed() -> int:
-    chosen = random.randrange(1 << 32)
-    print(f"seed {chosen}")  # pytest shows it with a failure
-    return chosen
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")  # pytest shows it with a failure
+    return seed
 
 
 @pytest.fixture(params=["inproc", "ipc"])
@@ -174,18 +174,18 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture
 async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
-    made = World(kind, tmp_path)
-    await made.found()
-    yield made
-    await made.close()
+    world = World(kind, tmp_path)
+    await world.found()
+    yield world
+    await world.close()
     await no_tasks_left()
 
 
 async def no_tasks_left() -> None:
-    left: list[asyncio.Task[Any]] = []
+    tasks: list[asyncio.Task[Any]] = []
     for _ in range(50):
-        left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        if not left:
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        if not tasks:
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"tasks left: {left}")
+    raise AssertionError(f"tasks left: {tasks}")

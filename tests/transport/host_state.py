@@ -62,10 +62,10 @@ def assert_untouched(before: dict[str, Any], *, may_add: int = 0) -> None:
     while True:
         gc.collect()
         now = host_state()
-        changed = {what: (value, now[what]) for what, value in before.items() if now[what] != value}
-        for what in ("threads", "kernel threads"):  # one of an earlier test may have ended meanwhile
-            if not Counter(now[what]) - Counter(before[what]):
-                changed.pop(what, None)
+        changed = {name: (value, now[name]) for name, value in before.items() if now[name] != value}
+        for name in ("threads", "kernel threads"):  # one of an earlier test may have ended meanwhile
+            if not Counter(now[name]) - Counter(before[name]):
+                changed.pop(name, None)
         if "descriptors" in changed and len(now["descriptors"]) - len(before["descriptors"]) <= may_add:
             del changed["descriptors"]
         if not changed or time.monotonic() > give_up_at:
@@ -89,10 +89,10 @@ def _children() -> list[str]:
 
 
 def _descriptors() -> dict[str, str]:
-    found: dict[str, str] = {}
+    links: dict[str, str] = {}
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            found[descriptor.name] = str(descriptor.readlink())
+            links[descriptor.name] = str(descriptor.readlink())
         except OSError:  # the listing's own
             continue
-    return found
+    return links

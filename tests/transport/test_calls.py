@@ -60,9 +60,9 @@ async def test_wrong_arguments_are_refused(world):
 async def test_errors_keep_their_class_if_it_is_in_the_tree(world):
     near, _ = await world.pair(Echo())
     ref = near.ref(Echo, "callee")
-    with pytest.raises(EngineError, match="made of glass -- do not drop it") as known:
+    with pytest.raises(EngineError, match="made of glass -- do not drop it") as caught:
         await ref.fail("engine")
-    assert any("callee" in note for note in known.value.__notes__)
+    assert any("callee" in note for note in caught.value.__notes__)
     with pytest.raises(RemoteError, match="ZeroDivisionError: by hand") as other:
         await ref.fail("by hand")
     assert other.value.remote_type == "ZeroDivisionError"
@@ -97,9 +97,9 @@ async def test_deadlines_are_inherited_by_nested_calls(world):
     near, far = await world.pair(Echo())
     await far.start(Relay(), "relay")
     await near.wait_for("relay", timeout_s=5)
-    left = await with_deadline(near.ref(Relay, "relay"), 3).through("callee", 0.01)
-    assert left is not None
-    assert 0 < left <= 3
+    left_s = await with_deadline(near.ref(Relay, "relay"), 3).through("callee", 0.01)
+    assert left_s is not None
+    assert 0 < left_s <= 3
 
 
 async def test_what_expired_in_the_mailbox_is_not_executed(world):

@@ -214,9 +214,9 @@ def test_what_is_loaded_is_compiled_and_never_again():
             return Arrays(np.zeros(plain.count, np.float32))
 
     compile_loaded(Contract)
-    made = [cached.cache_info().misses for cached in (handlers_of, ref_class, codecs_of)]
+    misses = [cached.cache_info().misses for cached in (handlers_of, ref_class, codecs_of)]
     for cls in (Contract, Role):
         ref_class(cls)
         assert [spec.name for spec in handlers_of(cls).specs] == ["ask"]
         _ = [codecs_of(spec) for spec in handlers_of(cls).specs]
-    assert [cached.cache_info().misses for cached in (handlers_of, ref_class, codecs_of)] == made
+    assert [cached.cache_info().misses for cached in (handlers_of, ref_class, codecs_of)] == misses

@@ -74,16 +74,16 @@ def test_arbitrary_bytes_never_raise(data):
 @settings(max_examples=100, deadline=None)
 @given(envelopes, st.randoms(use_true_random=False))
 def test_cut_and_damaged_envelopes_never_raise(envelope, rng):
-    whole = encode(envelope)
+    encoded = encode(envelope)
     for _ in range(20):
-        at = rng.randrange(len(whole))
-        assert isinstance(decode(memoryview(whole)[:at]), Malformed)
-        assert isinstance(decode(memoryview(whole + bytes(1 + at % 9))), Malformed)
-        damaged = bytearray(whole)
-        for _ in range(1 + at % 3):
+        position = rng.randrange(len(encoded))
+        assert isinstance(decode(memoryview(encoded)[:position]), Malformed)
+        assert isinstance(decode(memoryview(encoded + bytes(1 + position % 9))), Malformed)
+        damaged = bytearray(encoded)
+        for _ in range(1 + position % 3):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         decode(memoryview(damaged))
-        together = bytearray(batch([whole, damaged]))
+        together = bytearray(batch([encoded, damaged]))
         assert isinstance(split(memoryview(together)[: rng.randrange(len(together))]), Malformed)
         together[rng.randrange(12)] = rng.randrange(256)
         split(memoryview(together))
@@ -134,8 +134,8 @@ class Whole:
 @given(st.binary(min_size=1, max_size=500), st.integers(1, 64))
 def test_chunks_make_the_whole(data, size):
     sink, assemblies = cast(Any, Whole()), Assemblies()
-    results = [assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(one)) for one in chunks_of(data, size)]
-    assert [list(one) for one in results] == [[]] * (len(results) - 1) + [[data]]
+    results = [assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(chunk)) for chunk in chunks_of(data, size)]
+    assert [list(envelopes_of_chunk) for envelopes_of_chunk in results] == [[]] * (len(results) - 1) + [[data]]
     assert assemblies.num_bytes == 0 and not sink.wrong
 
 
@@ -144,8 +144,8 @@ def test_chunks_make_the_whole(data, size):
 def test_chunks_in_any_order_never_raise(parts):
     sink, assemblies = cast(Any, Whole()), Assemblies()
     for offset, total, data in parts:
-        for whole in assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(chunk_header(offset, total) + data)):
-            assert len(whole) == total
+        for envelope in assemblies.envelopes(sink, b"a", Lane.BULK, memoryview(chunk_header(offset, total) + data)):
+            assert len(envelope) == total
 
 
 def test_announcing_a_large_envelope_costs_nothing():

@@ -38,8 +38,8 @@ pytestmark = [pytest.mark.timeout(60)]
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    with lab_at(tmp_path) as made:
-        yield made
+    with lab_at(tmp_path) as lab:
+        yield lab
 
 
 @pytest.fixture
@@ -56,16 +56,16 @@ async def test_soles_batches_and_chunks_arrive_whole_and_in_order(lab: Lab, seed
     lab.inbox(sink)
     bodies = [rng.randbytes(rng.choice((0, 1, 100, 5000, 70_000))) for _ in range(60)]
     datas = [bytes(encode(Envelope(kind=Kind.CALL, corr=i, body=body))) for i, body in enumerate(bodies)]
-    client, at = lab.client(), 0
-    while at < len(datas):
-        some = datas[at : at + rng.choice((1, 1, 2, 5))]
+    client, position = lab.client(), 0
+    while position < len(datas):
+        some = datas[position : position + rng.choice((1, 1, 2, 5))]
         if len(some) == 1 and len(some[0]) > 1000:
             half = len(some[0]) // 2
             client.send(chunk_header(0, len(some[0])) + some[0][:half])
             client.send(chunk_header(half, len(some[0])) + some[0][half:])
         else:
             client.send(batch(some))
-        at += len(some)
+        position += len(some)
     await until(lambda: len(sink.came) == len(datas))
     assert sink.came == datas
     assert (len(set(sink.sources)), sink.wrong) == (1, [])
@@ -147,8 +147,8 @@ async def test_each_connection_begins_with_a_greeting(lab: Lab):
     events = Events()
     outbox = lab.outbox(events)
     waiting = [parcel(number) for number in range(4)]
-    for one in waiting:
-        outbox.send(one)
+    for item in waiting:
+        outbox.send(item)
     waiting[1].is_withdrawn = True
     for round_number in range(3):
         listener = lab.listener()
@@ -167,8 +167,8 @@ async def test_more_than_a_control_message_goes_in_chunks(lab: Lab):
     lab.inbox(sink)
     outbox = lab.outbox(Events())
     large = parcel(2, 3 * LIMITS.chunk)
-    for one in (parcel(1), large, parcel(3)):
-        outbox.send(one)
+    for item in (parcel(1), large, parcel(3)):
+        outbox.send(item)
     await until(lambda: len(sink.came) == 4)
     assert [number_of(data) for data in sink.came[1:]] == [1, 2, 3]
     assert sink.came[2] == large.data
@@ -181,10 +181,10 @@ async def test_what_was_sent_needs_no_further_turn_of_the_loop_and_survives_the_
     outbox = lab.outbox(events)
     await until(lambda: "ready" in events.said)
     parcels = [parcel(number, LIMITS.chunk - 100) for number in range(1, 7)]
-    for one in parcels:
-        outbox.send(one)
+    for item in parcels:
+        outbox.send(item)
     outbox.depart()
-    assert all(one.is_sent for one in parcels)
+    assert all(item.is_sent for item in parcels)
     outbox.close(5.0)
     assert [number_of(data) for data in await envelopes(listener, 7)] == list(range(7))
 

@@ -112,19 +112,19 @@ async def test_every_process_has_a_key_of_its_own(world):
 
 
 async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_name(world):
-    own = KeyPair.generate()
-    await world.host.registry.expect("rollout/0", own.public)
+    key = KeyPair.generate()
+    await world.host.registry.expect("rollout/0", key.public)
     rdzv = world.host.rendezvous
     with pytest.raises(LaunchError, match=r"announced for rollout/0 was used to join as trainer/0"):
-        await Node.attach(name="trainer/0", rdzv=rdzv, key=own, node_rank=5, timeout_s=2)
-    node = await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=5)
+        await Node.attach(name="trainer/0", rdzv=rdzv, key=key, node_rank=5, timeout_s=2)
+    node = await Node.attach(name="rollout/0", rdzv=rdzv, key=key, node_rank=5)
     world.nodes.append(node)
-    assert key_of(node) == own
+    assert key_of(node) == key
     await world.host.start(Echo(), "callee")
     await node.wait_for("callee", timeout_s=5)
     assert await node.ref(Echo, "callee").ping() > 0
     with pytest.raises(LaunchError):  # it served to join once
-        await Node.attach(name="rollout/0", rdzv=rdzv, key=own, node_rank=6, timeout_s=2)
+        await Node.attach(name="rollout/0", rdzv=rdzv, key=key, node_rank=6, timeout_s=2)
 
 
 async def test_the_job_key_opens_only_the_registry(world):
@@ -163,9 +163,9 @@ async def test_a_node_cannot_speak_in_anothers_name(world):
 
 
 async def test_the_registry_hears_of_a_node_only_from_itself_and_from_launchers(world):
-    own = KeyPair.generate()
-    await world.host.registry.expect("rollout/0", own.public)
-    node = await Node.attach(name="rollout/0", rdzv=world.host.rendezvous, key=own, node_rank=5)
+    announced_key = KeyPair.generate()
+    await world.host.registry.expect("rollout/0", announced_key.public)
+    node = await Node.attach(name="rollout/0", rdzv=world.host.rendezvous, key=announced_key, node_rank=5)
     world.nodes.append(node)
     other = await world.join("other")
     registry = node.registry
@@ -226,12 +226,12 @@ async def test_refusals_are_counted_and_the_first_is_logged_with_a_remedy(world,
                 assert not await raw.send(raw.hello("x", PeerKey(9, 9)))
             await counted(world.host, "key_unknown", number)
             await until(lambda n=number: no_handshakes(world.host) >= n)
-    told = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
-    names = [line.partition("(")[2].partition(")")[0] for line in told]
+    messages = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    names = [line.partition("(")[2].partition(")")[0] for line in messages]
     assert len(names) == len(set(names)), "each kind is told once"
     assert "key_unknown" in names and len(names) >= 2
-    assert any("job's key" in line for line in told)
-    assert any("without a key" in line or "hangs up" in line for line in told)
+    assert any("job's key" in line for line in messages)
+    assert any("without a key" in line or "hangs up" in line for line in messages)
 
 
 async def test_a_hello_with_a_nonsensical_address_or_key_hurts_nobody(world):

@@ -115,13 +115,13 @@ async def test_a_node_joins_while_more_than_a_thousand_wait_for_news() -> None:
         async with asyncio.timeout(20):
             while host._mirror.directory.version != version:
                 await asyncio.sleep(0.01)
-        asked = [asyncio.create_task(node.registry.updates(version)) for node in others for _ in range(500)]
+        requests = [asyncio.create_task(node.registry.updates(version)) for node in others for _ in range(500)]
         async with asyncio.timeout(20):
-            while host.num_waiting() < len(asked):
+            while host.num_waiting() < len(requests):
                 await asyncio.sleep(0.01)
         others.append(await Node.attach(name="late", rdzv=host.rendezvous, timeout_s=20))
-        found = await asyncio.gather(*asked)
-        assert all(updates[-1].nodes[0].name == "late" for updates in found)
+        answers = await asyncio.gather(*requests)
+        assert all(updates[-1].nodes[0].name == "late" for updates in answers)
     finally:
         for node in (*others, host):
             await node.close(grace_s=1.0)
@@ -152,11 +152,11 @@ async def test_actors_report_less_often_to_a_monitor_that_has_much_to_do() -> No
 async def test_looks_are_bounded_however_often_something_changes_and_the_last_change_is_seen() -> None:
     changes, num_waiting, value, num_looks = Changes(), 64, 0, 0
 
-    async def wait_for(wanted: int) -> None:
+    async def wait_for(number: int) -> None:
         def has_come() -> bool:
             nonlocal num_looks
             num_looks += 1
-            return value >= wanted
+            return value >= number
 
         assert await changes.until(has_come, 10.0)
 
