@@ -69,7 +69,7 @@ class RewardPool(WorkerPool):
         while True:
             try:
                 async with self._room_alone if is_alone else self._room:
-                    reply = await self._asked(answers, timeout_s, began_s, is_alone=is_alone)
+                    reply = await self._ask(answers, timeout_s, began_s, is_alone=is_alone)
                 break
             except Lost as lost:
                 if lost.culprit >= 0:
@@ -81,7 +81,7 @@ class RewardPool(WorkerPool):
             raise CallFailed(reply.cause[:CAUSE_CHARS])
         return reply.outcomes
 
-    async def _asked(self, answers: Answers, timeout_s: float, began_s: float, *, is_alone: bool) -> Replied:
+    async def _ask(self, answers: Answers, timeout_s: float, began_s: float, *, is_alone: bool) -> Replied:
         async with self.calling(is_alone=is_alone) as call:
             sent_s = time.monotonic()
             try:

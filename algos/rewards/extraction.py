@@ -140,7 +140,7 @@ def after_marker(text: str) -> str | None:
     """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
     a marker. Where that is empty, the next line that is not, or the displayed formula."""
     marker = _last_marker(text)
-    return _marked_by(text, marker) if marker is not None else None
+    return _text_after(text, marker) if marker is not None else None
 
 
 def in_tag(text: str) -> str | None:
@@ -178,7 +178,7 @@ def fenced_code(text: str) -> str:
 
 def read_answer(text: str) -> JudgedText:
     """See the module's head."""
-    answer = _marked(text)
+    answer = _find_marked(text)
     return JudgedText(text.strip(), is_marked=False) if answer is None else JudgedText(answer, is_marked=True)
 
 
@@ -188,14 +188,14 @@ def answer_of_label(label: str) -> str:
     return answer.text if answer.is_marked else label.strip()
 
 
-def _marked(text: str) -> str | None:
+def _find_marked(text: str) -> str | None:
     if (box := boxed(text)) is not None:
         return box
     marker = _last_marker(text)
     if marker is None:
         return in_tag(text)
     later = in_tag(text[marker.start() :]) if not marker["hash"] else None
-    return later if later is not None else _marked_by(text, marker)
+    return later if later is not None else _text_after(text, marker)
 
 
 def _last_marker(text: str) -> re.Match[str] | None:
@@ -203,7 +203,7 @@ def _last_marker(text: str) -> re.Match[str] | None:
     return matches[0] if matches else None
 
 
-def _marked_by(text: str, marker: re.Match[str]) -> str:
+def _text_after(text: str, marker: re.Match[str]) -> str:
     answer = text[marker.end() :]
     if marker["hash"]:
         line = answer.strip().partition("\n")[0].strip()

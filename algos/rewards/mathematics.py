@@ -64,10 +64,10 @@ def math_equal(completion: Completion, *, seconds: int = SECONDS) -> float:
     read."""
     answer, num_read = read_answer(completion.text), 0
     for label in map(answer_of_label, accepted_labels(completion.label.strip())):
-        judged = _at_once(label, answer)
+        judged = _judge_without_library(label, answer)
         if isinstance(judged, _Pair):
-            expected = _parsed(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
-            answers = _parsed(judged.answer, seconds, is_whole=judged.is_whole) if expected else []
+            expected = _parse(judged.label, seconds, is_whole=not _TEXT.search(judged.label))
+            answers = _parse(judged.answer, seconds, is_whole=judged.is_whole) if expected else []
             num_read += bool(expected)
             judged = any(
                 _is_equal(label_form, answer_form, seconds) for label_form in expected for answer_form in answers
@@ -86,13 +86,13 @@ def prepare() -> None:
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for label, answer in ((r"\frac{1}{2}", r"\sqrt{2}"), ("x^2+2x+1", "(x+1)^2"), (r"(3,\infty)", "x>3")):
-        (label_form,), (answer_form,) = (_parsed(latex, SECONDS, is_whole=True)[:1] for latex in (label, answer))
+        (label_form,), (answer_form,) = (_parse(latex, SECONDS, is_whole=True)[:1] for latex in (label, answer))
         _is_equal(label_form, answer_form, SECONDS)
     used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _parsed(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
+def _parse(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
     # Heavy (sympy), and only worker processes may have it.
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse  # pyright: ignore[reportMissingTypeStubs]
 
@@ -125,7 +125,7 @@ def _is_equation(expression: Any) -> bool:
     return getattr(expression, "rel_op", "") == "=="  # sympy's
 
 
-def _at_once(label: str, answer: JudgedText) -> bool | _Pair:
+def _judge_without_library(label: str, answer: JudgedText) -> bool | _Pair:
     """The judgement, where it takes no algebra; else what is to be compared."""
     if label and _as_words(answer.text) == _as_words(label):
         return True
@@ -160,7 +160,7 @@ def _in_latex(text: str) -> str:
 
 
 def _for_library(text: str) -> tuple[str, Unit]:
-    plain = _unwrapped(_in_latex(text))
+    plain = _unwrap(_in_latex(text))
     unit = NONE
     for pattern in (_UNIT, _UNIT_WORD):
         if (match := pattern.search(plain)) is not None and match.start() > 0:
@@ -173,7 +173,7 @@ def _for_library(text: str) -> tuple[str, Unit]:
     return _DECIMAL.sub(_as_fraction, plain), unit
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     plain = text.strip().rstrip(",;").removesuffix(".").strip()
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         inner = plain[len(opening) : -len(closing)]

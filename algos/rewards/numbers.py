@@ -113,7 +113,7 @@ def _product(tokens: list[re.Match[str]], *, is_glued: bool) -> Unit | None:
         elif word in _POWERS_BEFORE:
             next_power = _POWERS_BEFORE[word]
         elif word:
-            unit = _known(token["name"], is_glued=is_glued)
+            unit = _name_of_unit(token["name"], is_glued=is_glued)
             if unit is None:
                 return None
             if unit in ("°C", "°F"):
@@ -124,7 +124,7 @@ def _product(tokens: list[re.Match[str]], *, is_glued: bool) -> Unit | None:
     return Unit((name, power) for name, power in powers.items() if power) or None
 
 
-def _known(name: str, *, is_glued: bool) -> str | None:
+def _name_of_unit(name: str, *, is_glued: bool) -> str | None:
     """The name as the table has it; an unknown word in its singular; None for what is no unit."""
     lower = name.lower()
     if lower in NO_UNIT:
@@ -262,11 +262,11 @@ def parse_quantity(text: str, *, may_have_name: bool = True) -> Quantity | None:
     """The one number that the whole text is, with a unit behind it and `x =` in front if they are there; or None."""
     if len(text) > MAX_CHARS:
         return None
-    plain = _unwrapped(_normalised(text))
+    plain = _unwrap(_normalise(text))
     if may_have_name:  # it is one answer, so these are no two numbers
         plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda match: match[0].replace(" ", ""), plain))
     while may_have_name and (name := NAME.match(plain)) is not None:
-        plain = _unwrapped(plain[name.end() :])
+        plain = _unwrap(plain[name.end() :])
     sign = plain[:1] if plain[:1] in ("+", "-") else ""
     money = plain[len(sign) :].lstrip()
     currency = CURRENCY.match(money)
@@ -324,14 +324,14 @@ def with_powers(text: str) -> str:
     return _SUPERSCRIPT.sub(lambda raised: "^{" + "".join(_ABOVE[sign] for sign in raised[0]) + "}", text)
 
 
-def _normalised(text: str) -> str:
+def _normalise(text: str) -> str:
     plain = with_powers(text).translate(TRANSLATED)
     for pattern, instead in SPACES:
         plain = pattern.sub(instead, plain)
     return plain.strip()
 
 
-def _unwrapped(text: str) -> str:
+def _unwrap(text: str) -> str:
     before = None
     while before != text:
         before = text

@@ -97,7 +97,7 @@ def choice(completion: Completion) -> float:
     letters = {letter for label in accepted_labels(completion.label) if (letter := _letter(label)) is not None}
     if not letters:
         raise ValueError(f"the label {completion.label[:80]!r} is not the letter of a choice")
-    return float(_chosen(completion.text.translate(FULL_WIDTH)) in letters)
+    return float(_chosen_letter(completion.text.translate(FULL_WIDTH)) in letters)
 
 
 def _overlap(answer: list[str], label: list[str]) -> float:
@@ -118,7 +118,7 @@ def _letter(text: str | None) -> str | None:
     return match[1].upper() if match else None
 
 
-def _chosen(text: str) -> str | None:
+def _chosen_letter(text: str) -> str | None:
     box = boxed(text)
     for marked in (box, in_tag(text), after_marker(text)):
         if marked is not None and len(marked) <= MAX_MARKED_CHARS and BOTH.fullmatch(marked):

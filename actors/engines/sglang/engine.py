@@ -279,7 +279,7 @@ class SglangEngine:
     # -- requests
 
     @contextmanager
-    def _sent(self, request_id: str) -> Generator[_Open]:
+    def _register(self, request_id: str) -> Generator[_Open]:
         self._num_sent += 1
         stream = _Open(request_id, f"{request_id}{RID_END}{self._self_id}.{self._num_sent}{RID_END}")
         self._open.append(stream)
@@ -289,7 +289,7 @@ class SglangEngine:
             stream.has_arrived.set()
             self._open.remove(stream)
 
-    async def _arrived(self, streams: Sequence[_Open]) -> None:
+    async def _wait_for_arrival(self, streams: Sequence[_Open]) -> None:
         """Wait until the server has these: what it has not seen it can neither abort nor pause."""
         try:
             async with asyncio.timeout(self._options.call_s):
@@ -318,7 +318,7 @@ class SglangEngine:
         span = (request.num_routed, len(request.input_ids))
         is_certain = self._adapters is not None
         tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair), is_certain=is_certain)
-        async with self._asked(request, version, tokens, pair) as (sent, answer):
+        async with self._open_answer(request, version, tokens, pair) as (sent, answer):
             async for delta in self._parts(sent, answer, tokens, tokens.feed, is_half=bool(pair)):
                 if delta.finish is not None:
                     self._usage += tokens.usage
@@ -328,7 +328,7 @@ class SglangEngine:
         """Have a prefill server read the prompt, draw the first token, and send both to the decode server; returns
         when that is done, or was aborted. Raises as `answer`."""
         tokens = HeldTokens(self._place_of(request), version)
-        async with self._asked(request, version, tokens, pair) as (sent, answer):
+        async with self._open_answer(request, version, tokens, pair) as (sent, answer):
             async for _ in self._parts(sent, answer, tokens, tokens.chunks, is_half=True):
                 pass
 
@@ -357,7 +357,7 @@ class SglangEngine:
         return f"{self._place}: request {request.request_id!r}"
 
     @asynccontextmanager
-    async def _asked(
+    async def _open_answer(
         self, request: GenerateRequest, version: int, tokens: HeldTokens, pair: Mapping[str, Any]
     ) -> AsyncGenerator[tuple[_Open, aiohttp.ClientResponse]]:
         """The answer's stream, to be read until `tokens` know its end."""
@@ -367,7 +367,7 @@ class SglangEngine:
         fields = {**pair, "lora_path": adapter} if adapter else pair
         try:
             async with AsyncExitStack() as stack:
-                sent = stack.enter_context(self._sent(request.request_id))
+                sent = stack.enter_context(self._register(request.request_id))
                 answer = await stack.enter_async_context(
                     self._http.session.post(
                         f"{(self._options.generate_url or self._http.url).rstrip('/')}/generate",
@@ -447,7 +447,7 @@ class SglangEngine:
         streams = [stream for stream in self._open if request_id in (None, stream.request_id)]
         for stream in streams:
             stream.is_aborted = True
-        await self._arrived(streams)
+        await self._wait_for_arrival(streams)
         if self._adapters is not None:
             return
         for body in [{"abort_all": True}] if request_id is None else [{"rid": stream.rid} for stream in streams]:
@@ -478,13 +478,13 @@ class SglangEngine:
         if self._adapters is None:
             await commit_together((self,), version)
             return
-        manifest = self._taken(version)
+        manifest = self._take_prepared(version)
         if self._torn:
             raise EngineError(f"{self._place}: {self._torn}", remedy="restart the server")
         await self._adapters.load(manifest)
         self.serve(version)
 
-    def _taken(self, version: int) -> WeightManifest:
+    def _take_prepared(self, version: int) -> WeightManifest:
         """The prepared version's manifest, once. Raises EngineError for another one."""
         manifest, self._prepared = self._prepared, None
         if manifest is not None and manifest.version == version:
@@ -499,8 +499,8 @@ class SglangEngine:
     async def paused(self, version: int) -> AsyncGenerator[WeightManifest]:
         """The prepared version's manifest, while the server is paused; it continues if its weights are of a version."""
         async with self._committing:
-            manifest = self._taken(version)
-            await self._arrived(list(self._open))
+            manifest = self._take_prepared(version)
+            await self._wait_for_arrival(list(self._open))
             before = self._torn
             try:
                 try:
