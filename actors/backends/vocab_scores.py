@@ -64,7 +64,7 @@ def fused(fn: Callable[P, R]) -> Callable[P, R]:
         except RuntimeError as error:  # the base of all that Dynamo and Inductor raise
             if compiled[0] is fn:
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = str(error.__cause__ or error).strip().partition("\n")[0]
             _log.warning("%s runs uncompiled, which costs memory and time: %s", fn.__qualname__, reason)
             compiled[0] = fn
         return fn(*args, **kwargs)

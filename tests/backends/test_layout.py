@@ -105,6 +105,17 @@ def test_rows_of_unequal_lengths_are_packed_and_equal_ones_are_a_rectangle(monke
     assert not plan_layout(unequal, range(3), linear_cost=None).is_in_order
 
 
+@pytest.mark.parametrize(("capability", "is_named"), [((7, 5), True), ((9, 0), False)])
+def test_a_gpu_that_runs_no_packed_rows_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int], is_named: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    device = torch.device("cuda", capability[0])
+    assert packed_attention.flash_kernel(device, torch.float32, 64) is None, "padded rectangles, as everywhere"
+    assert (packed_attention.flash_kernel(device, torch.bfloat16, 64) is None) == is_named
+    assert ("compute capability 7.5" in caplog.text) == is_named
+
+
 def test_only_the_first_shapes_of_rectangles_get_a_plan_and_others_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_attention, "_planned", set())
     kinds = {}
