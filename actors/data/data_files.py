@@ -26,14 +26,14 @@ from .row_file import BOM, GZIP_MAGIC, ZSTD_MAGIC, FileBytes, JsonlFile, Row, Ro
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
 PACKED = (".gz", ".zst")
 FORMATS = "JSONL, JSON arrays (both also as .gz or .zst), parquet and Arrow files are read"
-HEAD_BYTES = 256
+HEAD_BYTES = 512
 NO_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Beside the Arrow files of a dataset that `datasets` saved."""
 SHOWN_NAMES = 8
 COLUMNAR_MAGIC: tuple[tuple[bytes, Kind], ...] = (
     (b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"\xff\xff\xff\xff", "arrow stream"),
 )  # fmt: skip
-LEDGER_MAGIC = b"SQLite format 3"
+LEDGER_MAGIC, TAR_AT = b"SQLite format 3", 257
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
@@ -209,6 +209,8 @@ def _kind(path: str, key: str) -> Kind | str:
     for magic, kind, remedy in FOREIGN_MAGIC:
         if head.lstrip(b" \r\n\t").startswith(magic):
             raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
+    if b"\0" in head[:TAR_AT] and head[TAR_AT:].startswith(b"ustar"):
+        raise DataError(f"{path}: is a tar archive", remedy=f"unpack it; {FORMATS}")
     if head.startswith(LEDGER_MAGIC):
         return "ledger"
     columnar = next((kind for magic, kind in COLUMNAR_MAGIC if head.startswith(magic)), None)

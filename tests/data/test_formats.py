@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,8 @@ FOREIGN: list[tuple[str, bytes, str]] = [
     ("t.arrow", b"\xff\xff\xff\xff and so on", "Arrow"), ("t.jsonl", "{}".encode("utf-16"), "UTF-16"),
     ("t.jsonl", '{"prompt"'.encode("utf-16-le"), "UTF-16"), ("t.jsonl", "{}".encode("utf-32"), "UTF-32"),
     ("t.pkl", b"\x80\x04\x95", "a pickle file"), ("t.orc", b"ORC\n", "an ORC file"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "lz4-compressed"),
-    ("t.jsonl", b"PK\x03\x04", "zip"), ("t.jsonl", b"<!DOCTYPE html>", "web page"),
+    ("t.jsonl", b"PK\x03\x04", "zip"), ("t.tar", tarfile.TarInfo("000.json").tobuf(), "a tar archive"),
+    ("t.tar.gz", gzip.compress(tarfile.TarInfo("000.json").tobuf(tarfile.GNU_FORMAT)), "a tar archive"), ("t.jsonl", b"<!DOCTYPE html>", "web page"),
     ("t.csv", b"prompt,label\n2+2,4\n", "CSV"), ("t.jsonl", b"", "empty"), ("t.jsonl", b"\xef\xbb\xbf", "empty"),
 ]  # fmt: skip
 
@@ -318,6 +320,7 @@ def test_g_large_files_are_parsed_in_batches(tmp_path: Path) -> None:
 import re, sys, threading
 from pathlib import Path
 import pyarrow, pyarrow.parquet, pyarrow.ipc
+import tarfile
 from myxa.actors.data import open_data
 from myxa.core.config import RunConfig
 configs = [RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": path}}) for path in sys.argv[1:]]
