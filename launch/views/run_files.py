@@ -94,7 +94,7 @@ class Series:
         points.append(Point(x, other, value, 1, value, value))
         if len(points) > self._limit:
             self._per_point *= 2
-            self.points = [_merged(points[index : index + 2]) for index in range(0, len(points), 2)]
+            self.points = [_merge(points[index : index + 2]) for index in range(0, len(points), 2)]
 
     @property
     def newest(self) -> Point:
@@ -107,7 +107,7 @@ class Series:
         return [point.other if self.is_gauge else point.x for point in self.points]
 
 
-def _merged(pair: list[Point]) -> Point:
+def _merge(pair: list[Point]) -> Point:
     last = pair[-1]
     return Point(last.x, last.other, sum(p.total for p in pair), sum(p.count for p in pair),
                  min(p.low for p in pair), max(p.high for p in pair))  # fmt: skip
@@ -128,41 +128,41 @@ class TimeShares:
     def put(self, wall_s: float, seconds: Mapping[str, float]) -> None:
         """A reading: seconds since the actor began. A sum that fell means that it was restarted."""
         last, self._last = self._last, (wall_s, seconds)
-        is_new = last is None or _whole(seconds) < _whole(last[1])
+        is_new = last is None or _total_s(seconds) < _total_s(last[1])
         before: Mapping[str, float] = {} if is_new or last is None else last[1]
-        spent = {key: max(0.0, value - before.get(key, 0.0)) for key, value in seconds.items()}
-        for key, value in spent.items():
+        added = {key: max(0.0, value - before.get(key, 0.0)) for key, value in seconds.items()}
+        for key, value in added.items():
             self.totals[key] = self.totals.get(key, 0.0) + value
         last_s = last[0] if last is not None else float("-inf")
-        begin_s = max(wall_s - _whole(seconds), last_s) if is_new else last_s
+        begin_s = max(wall_s - _total_s(seconds), last_s) if is_new else last_s
         if wall_s > begin_s:
-            self._stretches.append((begin_s, wall_s, {kind: spent[kind] for kind in ACTIVITY_KINDS if kind in spent}))
+            self._stretches.append((begin_s, wall_s, {kind: added[kind] for kind in ACTIVITY_KINDS if kind in added}))
         if len(self._stretches) > self._limit:
             pairs = (self._stretches[index : index + 2] for index in range(0, len(self._stretches), 2))
-            self._stretches = [(pair[0][0], pair[-1][1], _sum(one[2] for one in pair)) for pair in pairs]
+            self._stretches = [(pair[0][0], pair[-1][1], _sum(stretch[2] for stretch in pair)) for pair in pairs]
 
     def shares(self) -> dict[str, float]:
         """Kind, or "kind/name" -> share of all recorded time."""
-        whole = _whole(self.totals)
-        return {key: seconds / whole for key, seconds in self.totals.items()} if whole > 0 else {}
+        total = _total_s(self.totals)
+        return {key: seconds / total for key, seconds in self.totals.items()} if total > 0 else {}
 
     def stretches(self) -> list[tuple[float, float, dict[str, float]]]:
         """(wall times of begin and end, kind -> share) of each stretch in which time was spent."""
         return [
-            (begin_s, end_s, {kind: seconds / whole for kind, seconds in kinds.items()})
+            (begin_s, end_s, {kind: seconds / total for kind, seconds in kinds.items()})
             for begin_s, end_s, kinds in self._stretches
-            if (whole := sum(kinds.values())) > 0
+            if (total := sum(kinds.values())) > 0
         ]
 
 
 def _sum(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    whole: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for part in parts:
-        whole.update(part)
-    return dict(whole)
+        total.update(part)
+    return dict(total)
 
 
-def _whole(seconds: Mapping[str, float]) -> float:
+def _total_s(seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(kind, 0.0) for kind in ACTIVITY_KINDS)
 
 
@@ -178,14 +178,14 @@ class JsonTail:
         """Objects that are not what the file is for."""
         self._offset = max(0, path.stat().st_size - last_bytes) if last_bytes and path.is_file() else 0
         self._is_cut = self._offset > 0
-        self._kept = b""
+        self._unfinished = b""
 
     def read(self) -> list[dict[str, Any]]:
         """At most a few MiB at once: call again until nothing comes. A file that shrank is read from its start."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
-                    self._offset, self._kept = 0, b""
+                    self._offset, self._unfinished = 0, b""
                 file.seek(self._offset)
                 chunk = file.read(_CHUNK_BYTES)
             self.trouble = ""
@@ -196,21 +196,21 @@ class JsonTail:
             self.trouble = f"cannot be read: {error}"
             return []
         self._offset += len(chunk)
-        *whole, self._kept = (self._kept + chunk).split(b"\n")
-        if self._is_cut and whole:
-            whole, self._is_cut = whole[1:], False
-        if len(self._kept) > _MAX_LINE_BYTES:
-            self._kept = b""
+        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
+        if self._is_cut and lines:
+            lines, self._is_cut = lines[1:], False
+        if len(self._unfinished) > _MAX_LINE_BYTES:
+            self._unfinished = b""
             self.num_bad += 1
-        return self._records(whole)
+        return self._records(lines)
 
-    def rest(self) -> list[dict[str, Any]]:
+    def unfinished_line(self) -> list[dict[str, Any]]:
         """The last line, which does not end: of a run that was killed."""
-        last, self._kept = self._kept, b""
+        last, self._unfinished = self._unfinished, b""
         return self._records([last])
 
     def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for line in lines:
             if not line.strip():
                 continue
@@ -218,11 +218,11 @@ class JsonTail:
             if record is None:
                 self.num_bad += 1
             else:
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
-    def notes(self, what: str) -> Iterator[str]:
-        """What was wrong with it. `what`: the records of the file."""
+    def notes(self, record_kind: str) -> Iterator[str]:
+        """What was wrong with it."""
         name = self.path.name
         if self.trouble:
             yield f"{name} {self.trouble}"
@@ -230,7 +230,7 @@ class JsonTail:
             lines, were = ("1 line", "was") if self.num_bad == 1 else (f"{self.num_bad} lines", "were")
             yield f"{lines} of {name} could not be read and {were} skipped"
         if self.num_odd:
-            yield f"{self.num_odd} lines of {name} are not {what} and were skipped"
+            yield f"{self.num_odd} lines of {name} are not {record_kind} and were skipped"
 
 
 def _json(line: bytes) -> dict[str, Any] | None:
@@ -283,7 +283,7 @@ class RunFiles:
             while records := tail.read():
                 tail.num_odd += sum(not take(record) for record in records)
             if is_over:
-                tail.num_odd += sum(not take(record) for record in tail.rest())
+                tail.num_odd += sum(not take(record) for record in tail.unfinished_line())
         return self.generation != before
 
     def _read_config(self) -> None:
@@ -297,11 +297,13 @@ class RunFiles:
 
     @property
     def notes(self) -> list[str]:
-        found = [self._config_trouble] if self._config_trouble else []
-        for what, (tail, _) in self._tails.items():
-            if what != "audit records" or tail.trouble != "is missing":  # a run in which nothing was changed has none
-                found += tail.notes(what)
-        return found
+        notes = [self._config_trouble] if self._config_trouble else []
+        for record_kind, (tail, _) in self._tails.items():
+            if (
+                record_kind != "audit records" or tail.trouble != "is missing"
+            ):  # a run in which nothing was changed has none
+                notes += tail.notes(record_kind)
+        return notes
 
     def _saw(self, wall_s: float) -> None:
         self.generation += 1
@@ -438,22 +440,22 @@ class RunFiles:
     def gauges(self) -> dict[str, dict[str, float]]:
         """Actor -> metric -> value: each engine's load, and what became of the newest groups, as it was mostly: the
         last gauges are those of an engine that is being drained."""
-        found: dict[str, dict[str, float]] = {}
+        gauges: dict[str, dict[str, float]] = {}
         for metric in (*_LOAD, *self.names(NEWEST)):
             for source, series in self.series.get(metric, {}).items():
                 values = sorted(point.mean for point in series.points)
-                found.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
-        return found
+                gauges.setdefault(source, {})[metric] = values[len(values) // 2] if values else 0.0
+        return gauges
 
     def shares(self) -> dict[str, dict[str, float]]:
         return {actor: shares for actor, times in self.times.items() if (shares := times.shares())}
 
     def setting(self, key: str) -> Any:
         """Of a dotted key of the run file; None where it is not there, or no plain value."""
-        found: Any = self.config
+        value: Any = self.config
         for part in key.split(".") if key else ():
-            found = cast("Mapping[str, Any]", found).get(part) if isinstance(found, Mapping) else None
-        return found if isinstance(found, bool | int | float | str) else None
+            value = cast("Mapping[str, Any]", value).get(part) if isinstance(value, Mapping) else None
+        return value if isinstance(value, bool | int | float | str) else None
 
 
 def _number(value: object) -> float | None:
@@ -513,35 +515,35 @@ class SampleQuery:
         )
 
 
-def read_samples(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
+def read_samples(run_dir: Path, query: SampleQuery, num_groups: int) -> list[dict[str, Any]]:
     """The newest first, as `conversation.shown` makes them; of a step made again the later ones."""
-    return [shown(group) for group in _newest(run_dir, wanted, num_groups)]
+    return [shown(group) for group in _newest(run_dir, query, num_groups)]
 
 
-def _newest(run_dir: Path, wanted: SampleQuery, num_groups: int) -> list[GroupText]:
-    found: dict[tuple[object, ...], GroupText] = {}
-    for group in filter(wanted.takes, _groups(run_dir)):
+def _newest(run_dir: Path, query: SampleQuery, num_groups: int) -> list[GroupText]:
+    groups: dict[tuple[object, ...], GroupText] = {}
+    for group in filter(query.takes, _groups(run_dir)):
         key = (group.step, group.eval_set, group.group_id)
-        found.pop(key, None)
-        found[key] = group
-        if len(found) > num_groups:
-            del found[next(iter(found))]
-    return list(found.values())[::-1]
+        groups.pop(key, None)
+        groups[key] = group
+        if len(groups) > num_groups:
+            del groups[next(iter(groups))]
+    return list(groups.values())[::-1]
 
 
 def sample_page(run_dir: Path, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
     """Groups over the whole run, newest first, in at most so many bytes: every step, or every second, ... one."""
     groups = _newest(run_dir, SampleQuery(held_out=None), 20_000)
-    whole = 2 * sum(len(msgspec.json.encode(group)) for group in groups)  # as they are shown, about
+    num_bytes = 2 * sum(len(msgspec.json.encode(group)) for group in groups)  # as they are shown, about
     steps = sorted({group.step for group in groups})
-    kept = set(steps[:: -max(1, -(-whole // max_bytes))])
-    chosen: list[dict[str, Any]] = []
-    for group in (group for group in groups if group.step in kept):
-        size = len(orjson.dumps(one := shown(group)))
-        if size <= max_bytes or not chosen:
-            chosen.append(one)
+    kept_steps = set(steps[:: -max(1, -(-num_bytes // max_bytes))])
+    page: list[dict[str, Any]] = []
+    for group in (group for group in groups if group.step in kept_steps):
+        size = len(orjson.dumps(text := shown(group)))
+        if size <= max_bytes or not page:
+            page.append(text)
             max_bytes -= size
-    return chosen
+    return page
 
 
 _line = msgspec.json.Decoder(GroupText)

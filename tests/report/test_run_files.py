@@ -90,7 +90,7 @@ def test_a_tail_reads_on_where_it_stopped_and_keeps_torn_lines_for_later(tmp_pat
     with path.open("a") as file:
         file.write(': 2}\ngarbage\n[1]\n\n{"a": 3}\n{"a": 4')
     assert tail.read() == [{"a": 2}, {"a": 3}]
-    assert (tail.rest(), tail.num_bad) == ([], 3), "the run is over, and its last line does not end"
+    assert (tail.unfinished_line(), tail.num_bad) == ([], 3), "the run is over, and its last line does not end"
     assert JsonTail(path, last_bytes=12).read() == [], "a glance begins at a whole line"
     path.write_text('{"a": 5}\n')
     assert tail.read() == [{"a": 5}], "a file that shrank is read anew"
