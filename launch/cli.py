@@ -49,7 +49,7 @@ def _add(parser: Parser) -> None:
 
 def _completion(options: argparse.Namespace) -> int:
     if options.what == "knobs":
-        print("\n".join(one.name for one in knobs.declared()))
+        print("\n".join(knob.name for knob in knobs.declared()))
     elif options.what == "keys":
         from ..core.config import RunConfig
         from ..core.config.section import ANY_NAME, named_section_of, section_of, walk
@@ -64,15 +64,16 @@ def _completion(options: argparse.Namespace) -> int:
 def script(parser: Parser, shell: str) -> str:
     if shell == "fish":
         lines = [f"complete -c myxa -n __fish_use_subcommand -xa '{' '.join(parser.commands)}'"]
-        for name, each in parser.commands.items():
+        for name, command in parser.commands.items():
             values = {"--set": " -xa '(myxa completion keys)'"}
-            told = [f"-l {flag[2:]}{values.get(flag, '')}" for flag in each.flags]
-            told += [f"-a '{word}'" for word in each.choices]
-            told += ["-xa '(myxa completion knobs)'"] if name in ("get", "set") else []
-            lines += [f"complete -c myxa -n '__fish_seen_subcommand_from {name}' {one}" for one in told]
+            completions = [f"-l {flag[2:]}{values.get(flag, '')}" for flag in command.flags]
+            completions += [f"-a '{word}'" for word in command.choices]
+            completions += ["-xa '(myxa completion knobs)'"] if name in ("get", "set") else []
+            condition = f"complete -c myxa -n '__fish_seen_subcommand_from {name}'"
+            lines += [f"{condition} {completion}" for completion in completions]
         return "\n".join(lines) + "\n"
-    words = {name: " ".join((*each.flags, *each.choices)) for name, each in parser.commands.items()}
-    cases = "\n".join(f'    *:{name}:*) words="{offered}" ;;' for name, offered in words.items())
+    offered_words = {name: " ".join((*command.flags, *command.choices)) for name, command in parser.commands.items()}
+    cases = "\n".join(f'    *:{name}:*) words="{offered}" ;;' for name, offered in offered_words.items())
     return BASH.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
 
 
@@ -126,8 +127,8 @@ def _run(arguments: list[str]) -> int:
 
         return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
     except OSError as error:
-        told = _of_a_file(error)
-        return _tell(told, is_json=is_json and not isinstance(told, DiskRefused))
+        disk_error = _of_a_file(error)
+        return _tell(disk_error, is_json=is_json and not isinstance(disk_error, DiskRefused))
 
 
 def _run_command(options: argparse.Namespace) -> int:

@@ -65,10 +65,11 @@ class Parser(argparse.ArgumentParser):
         self.commands: dict[str, Parser] = {}
 
     def add_commands(self, commands: Sequence[Command]) -> None:
-        made: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
-        for each in commands:
-            made.add_parser(each.name, help=each.help, description=each.description or None, command=each)
-        self.commands = made.choices
+        subparsers: Any = self.add_subparsers(title="commands", metavar="COMMAND", required=True)
+        for command in commands:
+            texts = {"help": command.help, "description": command.description or None}
+            subparsers.add_parser(command.name, command=command, **texts)
+        self.commands = subparsers.choices
 
     def ready(self) -> Parser:
         if not self._is_ready and self._command is not None:
@@ -95,8 +96,8 @@ class Parser(argparse.ArgumentParser):
     @property
     def choices(self) -> tuple[str, ...]:
         """Words other than flags that are declared."""
-        words = (action for action in self.ready()._actions if not action.option_strings)
-        return tuple(str(one) for action in words for one in action.choices or ())
+        actions = (action for action in self.ready()._actions if not action.option_strings)
+        return tuple(str(word) for action in actions for word in action.choices or ())
 
 
 def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
@@ -112,8 +113,8 @@ def mistaken_command(parser: Parser, words: Sequence[str]) -> str:
 
 def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> str:
     name = words[0] if words and words[0] in parser.commands else ""
-    command, first = parser.commands.get(name, parser), unknown[0].partition("=")[0]
-    near = nearest(first, command.flags) if first.startswith("--") else None
+    command, flag = parser.commands.get(name, parser), unknown[0].partition("=")[0]
+    near = nearest(flag, command.flags) if flag.startswith("--") else None
     hint = f"did you mean {near}?" if near else f"`{command.prog} --help` shows what it takes"
     return f"{name or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
@@ -126,36 +127,37 @@ def add_arguments(parser: argparse.ArgumentParser, verb: Verb[Any]) -> None:
 
 
 def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
-    about: Any = field.type  # Metadata(type, extra_json_schema, extra)
-    way: dict[str, Any] = getattr(about, "extra", None) or {}
-    if field.name == WHO or way["flag"] == "":
+    field_type: Any = field.type  # Metadata(type, extra_json_schema, extra)
+    extra: dict[str, Any] = getattr(field_type, "extra", None) or {}
+    if field.name == WHO or extra["flag"] == "":
         return
-    how: dict[str, Any] = {"help": about.extra_json_schema["description"]}
-    if way["metavar"]:
-        how["metavar"] = way["metavar"]
-    kind = type(about.type).__name__
-    if way["is_time"]:
-        how["type"] = partial(stretch_s, most=about.type.le)
-    elif kind == "IntType":
-        how["type"] = at_least(about.type.ge)
-    elif kind == "FloatType":
-        how["type"] = float
-    elif kind == "LiteralType":
-        how["choices"] = about.type.values
-    if way["is_word"]:
-        many = "*" if kind == "VarTupleType" else "+" if kind == "DictType" else None if field.required else "?"
-        how |= {} if many is None else {"nargs": many}
-        how |= {} if field.required or many == "*" else {"default": field.default}
-        parser.add_argument(field.name, **how)
+    options: dict[str, Any] = {"help": field_type.extra_json_schema["description"]}
+    if extra["metavar"]:
+        options["metavar"] = extra["metavar"]
+    type_name = type(field_type.type).__name__
+    if extra["is_time"]:
+        options["type"] = partial(stretch_s, most=field_type.type.le)
+    elif type_name == "IntType":
+        options["type"] = at_least(field_type.type.ge)
+    elif type_name == "FloatType":
+        options["type"] = float
+    elif type_name == "LiteralType":
+        options["choices"] = field_type.type.values
+    if extra["is_word"]:
+        of_one = None if field.required else "?"
+        nargs = {"VarTupleType": "*", "DictType": "+"}.get(type_name, of_one)
+        options |= {} if nargs is None else {"nargs": nargs}
+        options |= {} if field.required or nargs == "*" else {"default": field.default}
+        parser.add_argument(field.name, **options)
         return
-    if kind == "BoolType":
-        how["action"] = "store_false" if field.default else "store_true"
-    elif kind == "DictType":
-        how |= {"action": "append", "default": []}
+    if type_name == "BoolType":
+        options["action"] = "store_false" if field.default else "store_true"
+    elif type_name == "DictType":
+        options |= {"action": "append", "default": []}
     else:
-        how["default"] = field.default
-    flag = way["flag"] or f"--{field.name.replace('_', '-')}"
-    parser.add_argument(*filter(None, (way["short"], flag)), dest=field.name, **how)
+        options["default"] = field.default
+    flag = extra["flag"] or f"--{field.name.replace('_', '-')}"
+    parser.add_argument(*filter(None, (extra["short"], flag)), dest=field.name, **options)
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -203,8 +205,8 @@ _SECONDS = {None: 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0
 
 def stretch_s(text: str, most: float | None = None) -> float:
     """Seconds, at most `most`. For argparse: raises ArgumentTypeError."""
-    found = _STRETCH.fullmatch(text.strip())
-    seconds = float(found["number"]) * _SECONDS[found["unit"]] if found is not None else 0.0
+    match = _STRETCH.fullmatch(text.strip())
+    seconds = float(match["number"]) * _SECONDS[match["unit"]] if match is not None else 0.0
     if seconds <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no stretch of time; write 60s, 5min or 1h")
     if most is not None and seconds > most:
@@ -302,8 +304,8 @@ def client_or_folder(options: argparse.Namespace) -> ControlClient | Path:
 
 def folder_of(options: argparse.Namespace) -> Path:
     """The folder of the run that the command means, live or ended. Raises LaunchError."""
-    found = client_or_folder(options)
-    return found if isinstance(found, Path) else found.run_dir
+    run = client_or_folder(options)
+    return run if isinstance(run, Path) else run.run_dir
 
 
 Page = Callable[[Any], "RenderableType | str"]
@@ -331,8 +333,8 @@ def verb_command(
         add_run_flags(parser)
 
     def ask_and_show(options: argparse.Namespace) -> int:
-        if from_files is not None and isinstance(found := client_or_folder(options), Path):
-            answer = from_files(found, options)
+        if from_files is not None and isinstance(run_or_folder := client_or_folder(options), Path):
+            answer = from_files(run_or_folder, options)
         else:
             answer = ask(options, verb, **(more(options) if more is not None else {}))
         status = 0 if check is None else check(options, answer)
@@ -349,5 +351,5 @@ def ask(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> Any:
 
 
 def arguments_of(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in argument_names(verb) if hasattr(options, name)}
-    return given | instead
+    values = {name: getattr(options, name) for name in argument_names(verb) if hasattr(options, name)}
+    return values | instead
