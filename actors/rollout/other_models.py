@@ -25,7 +25,7 @@ from ...core.samples import Message
 from ...core.timeouts import TIMEOUTS
 from ..contracts import ModelContract, MonitorContract
 from ..telemetry import REPORT_S, report_forever
-from ..workflows.episode import ModelSpec, ReachedModel, drawn, stops_of
+from ..workflows.episode import ModelSpec, ReachedModel, draw_turn, stops_of
 
 _log = logging.getLogger(__name__)
 REST_S = 2.0
@@ -70,7 +70,7 @@ class ModelServer(ModelContract):
         self._book(1)
         try:
             stops = stops_of(request.sampling.stop, self._tokenizer)
-            delta, finish = await drawn(self._engine.generate, request, stops, [])
+            delta, finish = await draw_turn(self._engine.generate, request, stops, [])
         finally:
             self._book(-1)
         self._num_tokens += len(delta.output_ids)

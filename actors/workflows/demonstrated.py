@@ -55,8 +55,8 @@ def demonstrate(
 ) -> Demonstrated:
     """`is_whole`: with what the template writes behind the last turn, which is not learnt. Raises DataError for a
     conversation that the template writes otherwise than it would be learnt."""
-    found = _Writer(tokenizer, renderer, (*prompt, *turns), tools)
-    return found.write(len(prompt), is_whole=is_whole)
+    writer = _Writer(tokenizer, renderer, (*prompt, *turns), tools)
+    return writer.write(len(prompt), is_whole=is_whole)
 
 
 class _Writer:
@@ -65,7 +65,7 @@ class _Writer:
     ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
-        last = max((at for at, one in enumerate(messages) if one.is_learnt), default=-1)
+        last = max((number for number, message in enumerate(messages) if message.is_learnt), default=-1)
         self._messages = messages[: last + 1]
         self._tools = tools
         self._text = self._render(self._messages)
@@ -73,19 +73,19 @@ class _Writer:
         self._boundaries = {len(self._text): len(self._ids)}
 
     def write(self, num_before: int, *, is_whole: bool) -> Demonstrated:
-        learnt = [at for at in range(num_before, len(self._messages)) if self._messages[at].is_learnt]
+        learnt = [number for number in range(num_before, len(self._messages)) if self._messages[number].is_learnt]
         if not learnt:
             raise DataError("no turn of the demonstration is learnt", remedy="switch a turn of the assistant on")
-        spans = [self._span(at) for at in learnt]
+        spans = [self._span(number) for number in learnt]
         blocks = self._blocks()
         ids = self._ids[: self._boundary(spans[-1].end)]
         mask = [0] * len(ids)
-        for at, span in zip(learnt, spans, strict=True):
+        for number, span in zip(learnt, spans, strict=True):
             first, end = self._boundary(span.start), self._boundary(span.end)
             for index in range(first, end):
                 mask[index] = int(blocks is None or index in blocks)
             if not any(mask[first:end]) and not span.needs_end:
-                raise self._refusal(at, "marks nothing of it as the model's ({% generation %})")
+                raise self._refusal(number, "marks nothing of it as the model's ({% generation %})")
         if spans[-1].needs_end and ids[-1] not in self._tokenizer.eos_token_ids:
             ids, mask = [*ids, self._tokenizer.eos_token_ids[0]], [*mask, 1]
         elif is_whole:
@@ -93,56 +93,55 @@ class _Writer:
             ids = self._ids
         return Demonstrated(ids, mask, self._boundary(spans[0].start))
 
-    def _span(self, at: int) -> _Span:
-        start = self._start(at)
-        span = self._closed(at, start)
-        self._check_whole(at, self._text[span.start : span.end])
+    def _span(self, number: int) -> _Span:
+        start = self._start(number)
+        span = self._closed(number, start)
+        self._check_whole(number, self._text[span.start : span.end])
         return span
 
-    def _start(self, at: int) -> int:
-        opened = self._render(self._messages[:at], opens=True)
+    def _start(self, number: int) -> int:
+        opened = self._render(self._messages[:number], opens=True)
         if self._text.startswith(opened):
             return len(opened)
         thinks = OPENED_THINKING.search(opened)
         head = opened[: thinks.start()] if thinks else opened
-        is_last, is_same = at == len(self._messages) - 1, self._text.startswith(head)
+        is_last, is_same = number == len(self._messages) - 1, self._text.startswith(head)
         if thinks is None or not is_same or is_last or self._text.startswith("<think>", len(head)):
-            raise self._refusal(
-                at, f"begins the model's turn with {opened[-40:]!r}, which is not how it writes the conversation there"
-            )
+            fault = f"begins the model's turn with {opened[-40:]!r}, which is not how it writes the conversation there"
+            raise self._refusal(number, fault)
         return len(head)
 
-    def _closed(self, at: int, start: int) -> _Span:
+    def _closed(self, number: int, start: int) -> _Span:
         """The turn up to the mark that ends it, the mark included."""
         messages = self._messages
-        after = next((k for k in range(at + 1, len(messages)) if messages[k].role == "assistant"), len(messages))
-        marks, closing = self._renderer.ends(messages[at + 1 : after], self._tools)
-        found = [(place, len(mark)) for mark in marks if (place := self._text.find(mark, start)) >= 0]
-        if found:
-            place, length = min(found)
+        after = next((k for k in range(number + 1, len(messages)) if messages[k].role == "assistant"), len(messages))
+        marks, closing = self._renderer.ends(messages[number + 1 : after], self._tools)
+        places = [(place, len(mark)) for mark in marks if (place := self._text.find(mark, start)) >= 0]
+        if places:
+            place, length = min(places)
             return _Span(start, place + length)
-        if at == len(messages) - 1:
+        if number == len(messages) - 1:
             end = len(self._text) - (len(closing) if self._text.endswith(closing) else 0)
             return _Span(start, max(start, end), needs_end=True)
-        so_far = self._render(messages[: at + 1])
+        so_far = self._render(messages[: number + 1])
         if not self._text.startswith(so_far):
-            raise self._refusal(at, "does not mark where it ends")
+            raise self._refusal(number, "does not mark where it ends")
         return _Span(start, len(so_far))
 
-    def _check_whole(self, at: int, written: str) -> None:
+    def _check_whole(self, number: int, written: str) -> None:
         """What the row says must be in what is learnt: its text, names of calls, and the thinking of the last turn."""
-        message = self._messages[at]
-        said = [THINKING.sub("", message.content).strip()]
+        message = self._messages[number]
+        texts = [THINKING.sub("", message.content).strip()]
         for call in message.tool_calls:
             table: object = call.get("function", call)
             name: object = cast("dict[str, object]", table).get("name") if isinstance(table, dict) else None
-            said.append(str(name or ""))
-        if at == len(self._messages) - 1:
-            said += [one.strip() for pair in THINKING.findall(message.content) for one in pair]
-            said += [str(message.extra.get(key) or "").strip() for key in REASONING]
-        lacks = next((one for one in said if one not in written), "")
+            texts.append(str(name or ""))
+        if number == len(self._messages) - 1:
+            texts += [text.strip() for pair in THINKING.findall(message.content) for text in pair]
+            texts += [str(message.extra.get(key) or "").strip() for key in REASONING]
+        lacks = next((text for text in texts if text not in written), "")
         if lacks:
-            raise self._refusal(at, f"does not write {lacks[:80]!r} in the model's turn")
+            raise self._refusal(number, f"does not write {lacks[:80]!r} in the model's turn")
 
     def _blocks(self) -> frozenset[int] | None:
         """Tokens inside of `{% generation %}` blocks; None: the template has none."""
@@ -168,12 +167,12 @@ class _Writer:
     def _render(self, messages: Sequence[Message], *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=self._tools)
 
-    def _refusal(self, at: int, how: str) -> DataError:
+    def _refusal(self, number: int, fault: str) -> DataError:
         remedy = "mend the template or the row; data.chat_template_kwargs may switch thinking on or off"
-        if at < len(self._messages) - 1:
+        if number < len(self._messages) - 1:
             remedy += ', and data.learn = "last" leave earlier turns out'
         return DataError(
-            f"message {at + 1} of the conversation cannot be learnt: the chat template of "
-            f"{self._tokenizer.template_place} {how}",
+            f"message {number + 1} of the conversation cannot be learnt: the chat template of "
+            f"{self._tokenizer.template_place} {fault}",
             remedy=remedy,
         )

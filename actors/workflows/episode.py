@@ -61,22 +61,22 @@ NOTHING = unstamped((), is_model=True)
 def split(sample: Sample) -> list[Delta]:
     """Cut a recorded sample into runs of equal loss mask. Experts of a reply are with the turn behind it, as they came:
     if the reply is another one now, both are left out."""
-    mask, kept, rest = sample.loss_mask, sample.kept_rows, sample.experts
+    mask, kept_rows, expert_rows = sample.loss_mask, sample.kept_rows, sample.experts
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     runs: list[Delta] = []
     num_routed = 0
     for a, b in pairwise(cuts):
         experts = None
-        if b > a and mask[a] and rest is not None:
+        if b > a and mask[a] and expert_rows is not None:
             end = len(sample.prompt_ids) + b - 1
-            experts, num_routed = rest[num_routed:end], max(num_routed, min(end, len(rest)))
+            experts, num_routed = expert_rows[num_routed:end], max(num_routed, min(end, len(expert_rows)))
         if b > a:
             run = Delta(
                 output_ids=sample.response_ids[a:b],
                 logprobs=sample.logprobs[a:b],
                 versions=sample.versions[a:b],
                 is_model=bool(mask[a]),
-                kept=None if kept is None else kept[a:b],
+                kept=None if kept_rows is None else kept_rows[a:b],
                 experts=experts,
             )
             runs.append(run)
@@ -199,7 +199,7 @@ def stops_of(texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
     return StopStrings(texts, lambda ids: tokenizer.decode(ids, skip_special=False))
 
 
-async def drawn(
+async def draw_turn(
     generate: Generate,
     request: GenerateRequest,
     stops: StopStrings,
@@ -245,13 +245,13 @@ class Episode:
         renderer: TurnRenderer | None = None,
         prompt_ids: I32 | None = None,
         recorded: Sequence[Sample] = (),
-        of: Episode | None = None,
+        parent: Episode | None = None,
         draw: Draw | None = None,
     ) -> None:
         """`renderer`, `prompt_ids`: for callers that make several episodes with one tokenizer, or of one prompt.
-        `recorded`: of the whole rollout. `of`: an episode of the rollout that this one belongs to. `draw`: in place of
-        the engine's stream."""
-        self._first = None if of is None else of._first or of
+        `recorded`: of the whole rollout. `parent`: an episode of the rollout that this one belongs to. `draw`: in place
+        of the engine's stream."""
+        self._first = None if parent is None else parent._first or parent
         self._others: list[Episode] = []
         """All of its rollout, in the first one; an episode alone is in no cycle and goes with its last user."""
         self._branch = 0 if self._first is None else 1 + len(self._first._others)
@@ -264,7 +264,7 @@ class Episode:
         context_length = model.context_length
         if len(self._prompt_ids) >= context_length:
             raise PromptTooLong(
-                f"{'prompt' if of is None else 'a conversation of the rollout'} of row {prompt.row} in "
+                f"{'prompt' if parent is None else 'a conversation of the rollout'} of row {prompt.row} in "
                 f"{prompt.source or 'the data'} has {len(self._prompt_ids)} tokens, "
                 f"the engine's context is {context_length}",
                 remedy="shorten or filter the row, or raise engine.context_length",
@@ -278,7 +278,7 @@ class Episode:
         self._finish: FinishReason = "abort"
         self._draws = draw
         self._temperature: float | None = None
-        self._recorded: dict[int, Sample] = {one.branch: one for one in recorded} if of is None else of._recorded
+        self._recorded = {sample.branch: sample for sample in recorded} if parent is None else parent._recorded
         mine = self._recorded.get(self._branch)
         self._recorded_at = 1.0 if mine is None else mine.temperature
         self._replay: list[Delta] = []
@@ -307,16 +307,16 @@ class Episode:
     def branch(self, num_turns: int | None = None) -> Episode:
         """A further sample of this rollout, which continues from here, or from the end of this episode's turn number
         `num_turns` (1: its first). The tokens up to there are its prompt: they are learnt once, in this episode."""
-        kept = self._kept(num_turns)
-        other = self._another(self._prompt, _whole([self._prompt_ids, *(one.output_ids for one in kept)]))
-        other._before = (kept or [self._before])[-1]
-        other._finish = self._finish if len(kept) == len(self._segments) else "stop"
-        left_out = [one.is_model for one in self._segments[len(kept) :]]
-        other._turns = self._turns[: len(self._turns) - left_out.count(True)]
-        other._replies = self._replies[: len(self._replies) - left_out.count(False)]
-        return other
+        segments = self._segments_to(num_turns)
+        branch = self._open_episode(self._prompt, self._ids(segments))
+        branch._before = (segments or [self._before])[-1]
+        branch._finish = self._finish if len(segments) == len(self._segments) else "stop"
+        left_out = [segment.is_model for segment in self._segments[len(segments) :]]
+        branch._turns = self._turns[: len(self._turns) - left_out.count(True)]
+        branch._replies = self._replies[: len(self._replies) - left_out.count(False)]
+        return branch
 
-    def _kept(self, num_turns: int | None) -> list[Delta]:
+    def _segments_to(self, num_turns: int | None) -> list[Delta]:
         ends = [end for end, segment in enumerate(self._segments, 1) if segment.is_model]
         if num_turns is not None and not 1 <= num_turns <= len(ends):
             raise self._misuse(f"has {len(ends)} turns, not {num_turns}", "count them from 1")
@@ -329,24 +329,24 @@ class Episode:
         for message in messages:
             content: object = getattr(message, "content", None)
             if not isinstance(message, Message) or not isinstance(content, str):
-                what = "a message whose content" if isinstance(message, Message) else "a message that"
+                subject = "a message whose content" if isinstance(message, Message) else "a message that"
                 kind = type(content if isinstance(message, Message) else message).__name__
-                raise self._misuse(f"got {what} is of type {kind}", "give a Message whose content is a text")
+                raise self._misuse(f"got {subject} is of type {kind}", "give a Message whose content is a text")
 
     def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Episode:
         """A further sample of this rollout, of a conversation of its own: that of a sub-agent, or the history in short.
         Raises PromptTooLong, DataError as rows of the data do, UserCodeError for what is no message."""
         self._check_texts(messages)
         prompt = replace(self._prompt, messages=tuple(messages), tools=tuple(dict(tool) for tool in tools))
-        return self._another(prompt, self._renderer.prompt(prompt))
+        return self._open_episode(prompt, self._renderer.prompt(prompt))
 
     def text(self, text: str) -> Episode:
         """A further sample of this rollout whose prompt is this text, without a chat template. Raises as `session`."""
-        return self._another(
+        return self._open_episode(
             replace(self._prompt, messages=(), tools=()), np.asarray(self._tokenizer.encode(text), np.int32)
         )
 
-    def _another(self, prompt: Prompt, prompt_ids: I32) -> Episode:
+    def _open_episode(self, prompt: Prompt, prompt_ids: I32) -> Episode:
         return Episode(
             prompt=prompt,
             index=self._index,
@@ -354,7 +354,7 @@ class Episode:
             model=self._model,
             renderer=self._renderer,
             prompt_ids=prompt_ids,
-            of=self,
+            parent=self,
             draw=self._draws,
         )
 
@@ -384,7 +384,7 @@ class Episode:
     @property
     def last_turn(self) -> Delta:
         """The tokens of the last turn of the model, with log-probs and versions."""
-        return next((one for one in reversed(self._segments) if one.is_model), NOTHING)
+        return next((segment for segment in reversed(self._segments) if segment.is_model), NOTHING)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -398,7 +398,13 @@ class Episode:
 
     @property
     def token_ids(self) -> list[int]:
-        return _whole([self._prompt_ids, *(one.output_ids for one in self._segments)]).tolist()
+        return self._ids(self._segments).tolist()
+
+    def _ids(self, segments: Sequence[Delta]) -> I32:
+        """Of the prompt and these; those of the only part that has any are not copied."""
+        parts = [self._prompt_ids, *(segment.output_ids for segment in segments)]
+        filled = [part for part in parts if part.size]
+        return filled[0] if len(filled) == 1 else np.concatenate(parts).astype(np.int32, copy=False)
 
     @property
     def num_tokens(self) -> int:
@@ -407,18 +413,18 @@ class Episode:
     @property
     def temperatures(self) -> dict[int, float]:
         """That the turns were drawn at; by the numbers of the rollout's samples."""
-        return {one._branch: one._temperature for one in self._rollout if one._temperature is not None}
+        return {episode._branch: episode._temperature for episode in self._rollout if episode._temperature is not None}
 
     @property
     def room(self) -> int:
-        return self._model.context_length - len(self._prompt_ids) - sum(len(one.output_ids) for one in self._segments)
+        return self._model.context_length - len(self._ids(self._segments))
 
     async def generate(self, sampling: SamplingParams | None = None) -> Turn:
         """The model's next turn. Raises Interrupted when the engine had to abort, EngineError when it fails,
         UserCodeError when `sampling` has another temperature than the turns before, and while a turn is drawn."""
         if self._is_drawing:
-            words = "is asked for a turn while one is drawn"
-            raise self._misuse(words, "await one after the other; episode.branch() is a stream of its own")
+            reason = "is asked for a turn while one is drawn"
+            raise self._misuse(reason, "await one after the other; episode.branch() is a stream of its own")
         self._is_drawing = True
         try:
             return await self._generate(sampling or self._model.sampling)
@@ -443,12 +449,12 @@ class Episode:
             start, limit = NOTHING, limit + len(start.output_ids)
         segment, finish = await self._ask(start, params, limit)
         while finish == "abort" and self._model.goes_on():
-            left = limit + len(start.output_ids) - len(segment.output_ids)
-            if left <= 0:
+            remaining = limit + len(start.output_ids) - len(segment.output_ids)
+            if remaining <= 0:
                 return self._close_turn(segment, "length")
             if is_seeded:
-                segment, left = start, limit
-            segment, finish = await self._ask(segment, params, left)
+                segment, remaining = start, limit
+            segment, finish = await self._ask(segment, params, remaining)
         if finish == "abort":
             self._segments.append(segment)
             self._finish, self._replay = "abort", []
@@ -468,36 +474,36 @@ class Episode:
             if self._recorded_at != temperature:
                 self._replay = []
         elif self._temperature != temperature:
-            words = (
-                f"is asked for a turn at temperature {temperature:g}, those before were drawn at {self._temperature:g}"
-            )
-            raise self._misuse(words, "draw all turns of a sample at one temperature")
+            reason = f"is asked for a turn at temperature {temperature:g}, those before had {self._temperature:g}"
+            raise self._misuse(reason, "draw all turns of a sample at one temperature")
 
     async def _ask(self, start: Delta, params: SamplingParams, limit: int) -> tuple[Delta, FinishReason]:
         """Stream one turn from the engine, going on from `start`."""
         request = GenerateRequest(
             request_id=f"{self._model.request_prefix}{self._prompt.group_id}.{self._member}.{len(self._turns)}",
-            input_ids=_whole([self._prompt_ids, *(one.output_ids for one in self._segments), start.output_ids]),
+            input_ids=self._ids([*self._segments, start]),
             sampling=replace(params.for_rest(num_done=len(start.output_ids), limit=limit), seed=self._seed(params)),
             source=self._prompt.source,
             row=self._prompt.row,
             index=self._index,
             branch=self._branch,
             turn=len(self._turns) + 1,
-            num_routed=sum(len(one.experts) for one in (*self._segments, start) if one.experts is not None),
+            num_routed=sum(len(segment.experts) for segment in (*self._segments, start) if segment.experts is not None),
         )
-        whole, finish = await self._draw(request, start, params)
-        if finish == "length" and self._stopped_at(whole, params):  # SGLang reports the limit where both are met
+        turn, finish = await self._draw(request, start, params)
+        if finish == "length" and self._stopped_at(turn, params):  # SGLang reports the limit where both are met
             finish = "stop"
-        return whole, finish
+        return turn, finish
 
     async def _draw(self, request: GenerateRequest, start: Delta, params: SamplingParams) -> tuple[Delta, FinishReason]:
         if self._draws is not None:
             return await self._draws(self.sample(), request, start, params)
         self._under_way = [start]
-        whole, finish = await drawn(self._model.generate, request, self._stops(params), self._under_way, self.on_tokens)
+        turn, finish = await draw_turn(
+            self._model.generate, request, self._stops(params), self._under_way, self.on_tokens
+        )
         self._under_way = []
-        return whole, finish
+        return turn, finish
 
     @property
     def _member(self) -> str:
@@ -554,15 +560,15 @@ class Episode:
     def reply_ids(self, messages: Sequence[Message], num_turns: int | None = None) -> I32 | None:
         """Token ids int32 of these messages as a reply after this episode's turn number `num_turns`, the last one
         where it is None; None: they do not fit into the context. Raises as `reply`."""
-        kept = self._kept(num_turns)
-        before = kept[-1] if kept else self._before
+        segments = self._segments_to(num_turns)
+        before = segments[-1] if segments else self._before
         self._check_texts(messages)
         if not messages or before is NOTHING or not before.is_model:
             remedy = "call `await episode.generate()` first, and reply with all messages at once"
             raise self._misuse("got a reply without a model turn before it", remedy)
         ended_by = int(before.output_ids[-1]) if before.output_ids.size else None
         ids = self._renderer.reply(messages, ended_by=ended_by, tools=self._prompt.tools)
-        num_before = len(self._prompt_ids) + sum(len(one.output_ids) for one in kept)
+        num_before = len(self._prompt_ids) + sum(len(segment.output_ids) for segment in segments)
         return ids if num_before + len(ids) < self._model.context_length else None
 
     def append_reply(self, messages: Sequence[Message], ids: I32) -> None:
@@ -592,20 +598,20 @@ class Episode:
                 turn_rewards = [number_of(value) for value in turn_rewards]
             except (Unusable, TypeError) as error:
                 raise self._misuse(f"got turn_rewards {turn_rewards!r:.200}: {error}", "give finite numbers") from error
+            if reward is None:
+                reward = float(sum(turn_rewards))
         rewards = None if turn_rewards is None else self._token_rewards(turn_rewards, len(sample.response_ids))
-        if reward is None and turn_rewards is not None:
-            reward = sum(turn_rewards)
         weights = None if loss_weight == 1.0 else np.full(len(sample.response_ids), loss_weight, np.float32)
         return replace(
             sample, reward=reward, token_rewards=rewards, loss=loss, loss_weights=weights, metadata=dict(metadata or {})
         )
 
     def _token_rewards(self, turn_rewards: Sequence[float], size: int) -> F32 | None:
-        sizes = accumulate(len(one.output_ids) for one in self._segments)
-        ends = [end for end, one in zip(sizes, self._segments, strict=True) if one.is_model]
+        sizes = accumulate(len(segment.output_ids) for segment in self._segments)
+        ends = [end for end, segment in zip(sizes, self._segments, strict=True) if segment.is_model]
         if len(turn_rewards) != len(ends):
-            words = f"has {len(ends)} turns and got {len(turn_rewards)} turn_rewards"
-            raise self._misuse(words, "give episode.sample(turn_rewards=...) one number for each of its turns")
+            reason = f"has {len(ends)} turns and got {len(turn_rewards)} turn_rewards"
+            raise self._misuse(reason, "give episode.sample(turn_rewards=...) one number for each of its turns")
         rewards = np.zeros(size, np.float32)
         for end, reward in zip(ends, turn_rewards, strict=True):
             rewards[max(end - 1, 0) :][:1] += reward
@@ -614,27 +620,27 @@ class Episode:
     def so_far(self) -> tuple[Sample, ...]:
         """The rollout: the record of everything so far, the tokens of turns under way included, and those that an
         earlier attempt recorded and this one has not come to yet. May be asked for at any moment."""
-        rest = (one for branch, one in self._recorded.items() if branch >= len(self._rollout))
-        return (*(one._so_far() for one in self._rollout), *rest)
+        unreached = (sample for branch, sample in self._recorded.items() if branch >= len(self._rollout))
+        return (*(episode._so_far() for episode in self._rollout), *unreached)
 
     def _so_far(self) -> Sample:
-        rest = [joined(self._under_way)] if self._under_way else self._replay
-        return self._sample([*self._segments, *rest], "abort" if rest else self._finish)
+        coming = [joined(self._under_way)] if self._under_way else self._replay
+        return self._sample([*self._segments, *coming], "abort" if coming else self._finish)
 
     def _sample(self, segments: Sequence[Delta], finish: FinishReason) -> Sample:
-        whole, is_groups = joined(segments), self._prompt is self._rollout[0]._prompt
-        mask = [np.full(len(one.output_ids), one.is_model, np.uint8) for one in segments]
+        response, is_groups = joined(segments), self._prompt is self._rollout[0]._prompt
+        mask = [np.full(len(segment.output_ids), segment.is_model, np.uint8) for segment in segments]
         return Sample(
             group_id=self._prompt.group_id,
             index=self._index,
             branch=self._branch,
             prompt_ids=self._prompt_ids,
-            response_ids=whole.output_ids,
-            logprobs=whole.logprobs,
+            response_ids=response.output_ids,
+            logprobs=response.logprobs,
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, np.uint8),
-            versions=whole.versions,
-            kept=None if whole.kept is None else whole.kept.ravel(),
-            experts=whole.experts,
+            versions=response.versions,
+            kept=None if response.kept is None else response.kept.ravel(),
+            experts=response.experts,
             finish=finish,
             num_turns=len(self._turns),
             text=self._turns[-1] if self._turns else "",
@@ -658,11 +664,11 @@ class Episode:
                 remedy="shorten the row or raise engine.context_length",
             )
         self._prompt_ids = np.asarray(shown.ids[: shown.num_prompt], np.int32)
-        rest, mask = shown.ids[shown.num_prompt :], shown.mask[shown.num_prompt :]
-        cuts = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
-        self._segments = [unstamped(rest[a:b], is_model=bool(mask[a])) for a, b in pairwise(cuts) if b > a]
-        starts = [at for at, turn in enumerate(turns) if turn.role == "assistant"]
-        self._turns = [turns[at].content for at in starts]
+        response_ids, mask = shown.ids[shown.num_prompt :], shown.mask[shown.num_prompt :]
+        cuts = [0, *(place for place in range(1, len(mask)) if mask[place] != mask[place - 1]), len(mask)]
+        self._segments = [unstamped(response_ids[a:b], is_model=bool(mask[a])) for a, b in pairwise(cuts) if b > a]
+        starts = [start for start, turn in enumerate(turns) if turn.role == "assistant"]
+        self._turns = [turns[start].content for start in starts]
         self._replies = [tuple(turns[a + 1 : b]) for a, b in zip(starts, (*starts[1:], len(turns)), strict=True)]
         self._finish = "stop"
         return self.sample(loss="sft", loss_weight=loss_weight)
@@ -792,9 +798,3 @@ class Resizable(Protocol):
     """Of a workflow, or the processes that run it, whose number may change."""
 
     def resize(self, num: int) -> None: ...
-
-
-def _whole(parts: Sequence[I32]) -> I32:
-    """Ids in order; those of the only part that has any are not copied."""
-    filled = [part for part in parts if part.size]
-    return filled[0] if len(filled) == 1 else np.concatenate(parts).astype(np.int32, copy=False)

@@ -21,7 +21,7 @@ from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Sample, joined_experts, joined_kept
 from ..models.tokenizer import FolderTokenizer
 from ..user_code.process import Call, Lost, WorkerPool
-from .episode import Interrupted, ModelAccess, ReachedModel, drawn, joined, stops_of
+from .episode import Interrupted, ModelAccess, ReachedModel, draw_turn, joined, stops_of
 from .timeline import WaitNote
 from .worker_messages import (
     AskModel,
@@ -170,7 +170,7 @@ class WorkflowPool(WorkerPool):
         generate = self._models[ask.model].access.generate if ask.model else model.generate
         stops = stops_of(() if ask.model else ask.request.sampling.stop, self._tokenizer)
         try:
-            segment, finish = await drawn(generate, ask.request, stops, under_way)
+            segment, finish = await draw_turn(generate, ask.request, stops, under_way)
             if finish == "abort" and not ask.model and not model.goes_on():
                 raise Interrupted(record.so_far())
             under_way[:] = [segment]
@@ -180,27 +180,28 @@ class WorkflowPool(WorkerPool):
 
 
 def spec_of(config: RunConfig, tokenizer: FolderTokenizer, models: Mapping[str, ReachedModel]) -> WorkflowSpec:
-    of = config.rollout
+    settings = config.rollout
     return WorkflowSpec(
-        workflow=of.workflow,
-        args=of.workflow_args,
-        max_turns=of.max_turns,
-        max_block_s=of.max_block_s,
+        workflow=settings.workflow,
+        args=settings.workflow_args,
+        max_turns=settings.max_turns,
+        max_block_s=settings.max_block_s,
         tokenizer=tokenizer.parts(),
         models={name: one.spec for name, one in models.items()},
     )
 
 
 def make_pool(config: RunConfig, tokenizer: FolderTokenizer, models: Mapping[str, ReachedModel]) -> WorkflowPool:
-    of = config.rollout
+    settings = config.rollout
     limits = PhaseLimits(
-        setup_s=of.setup_timeout_s,
-        run_s=of.timeout_s,
-        finalize_s=of.finalize_timeout_s,
-        score_s=of.score_timeout_s,
-        teardown_s=of.teardown_timeout_s,
+        setup_s=settings.setup_timeout_s,
+        run_s=settings.timeout_s,
+        finalize_s=settings.finalize_timeout_s,
+        score_s=settings.score_timeout_s,
+        teardown_s=settings.teardown_timeout_s,
     )
-    return WorkflowPool(spec_of(config, tokenizer, models), limits, tokenizer, max_workers=of.workers, models=models)
+    spec = spec_of(config, tokenizer, models)
+    return WorkflowPool(spec, limits, tokenizer, max_workers=settings.workers, models=models)
 
 
 async def _sent(call: Call, start: StartEpisode) -> None:

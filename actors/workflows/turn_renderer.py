@@ -97,9 +97,9 @@ MARK_IDS = 16
 """The mark that opens a thought, and the white space behind it, are no longer."""
 
 
-def begins_in_thought(tokenizer: Tokenizer, given: Sequence[int]) -> bool:
+def begins_in_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
     """Whether the last of the ids that the model was given open a thought."""
-    return _open_thought(tokenizer, tuple(given[-MARK_IDS:]))
+    return _open_thought(tokenizer, tuple(ids[-MARK_IDS:]))
 
 
 @lru_cache(maxsize=256)
@@ -171,9 +171,10 @@ class TurnRenderer:
     def ends(self, replies: Sequence[Message], tools: Tools = ()) -> tuple[tuple[str, ...], str]:
         """Texts that may end a turn of the model before these replies, none where nothing does, and what the template
         writes behind the last turn of a conversation. Raises TemplateError, DataError as above."""
-        closing, own = self._closing(tools)
-        if own is not None:
-            return tuple(self._tokenizer.decode([one], skip_special=False) for one in {own, *self._ends}), closing
+        closing, own_mark = self._closing(tools)
+        if own_mark is not None:
+            marks = {own_mark, *self._ends}
+            return tuple(self._tokenizer.decode([mark], skip_special=False) for mark in marks), closing
         if closing.strip():  # words, not a token of their own
             return (closing.strip(),), closing
         mark = self._joint(replies, tools).mark if replies else None
@@ -184,46 +185,47 @@ class TurnRenderer:
         if not tools and self._toolless_closing is not None:
             return self._toolless_closing
         closing = self._text(ANSWERED, tools).partition(ANSWER)[2]
-        found = closing, self._first_mark(closing)
+        closing_and_mark = closing, self._first_mark(closing)
         if not tools:
-            self._toolless_closing = found
-        return found
+            self._toolless_closing = closing_and_mark
+        return closing_and_mark
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, opens: bool = False) -> str:
         return self._tokenizer.render_text(messages, add_generation_prompt=opens, tools=tools)
 
     def _behind_answer(self, messages: Sequence[Message], tools: Tools, *, is_called: bool) -> str:
         text = self._text((*(CALLED if is_called else ANSWERED), *messages), tools, opens=True)
-        _, found, behind = text.partition(ANSWER)
-        if not found:  # it depends on what the messages say
+        _, answer, behind = text.partition(ANSWER)
+        if not answer:  # it depends on what the messages say
             raise unfit(messages, self._tokenizer.template_place, "leaves the model's turn before it out")
         return behind
 
     def _joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
         key = (bool(tools), *((m.role, bool(m.name), bool(m.tool_calls), bool(m.tool_call_id)) for m in messages))
-        known = self._joints.get(key)
-        if known is None:
+        joint = self._joints.get(key)
+        if joint is None:
             if len(self._joints) >= MAX_KNOWN:  # roles may come from data
                 self._joints.clear()
-            known = self._joints[key] = self._found_joint(messages, tools)
-        return known
+            joint = self._joints[key] = self._find_joint(messages, tools)
+        return joint
 
-    def _found_joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
+    def _find_joint(self, messages: Sequence[Message], tools: Tools) -> _Joint:
         render, place = partial(self._text, tools=tools, opens=True), self._tokenizer.template_place
-        own, is_called = self._closing(tools)[1], False
+        own_mark, is_called = self._closing(tools)[1], False
         try:
             head = between(render, messages, place)
         except TemplateError:
-            if own is None or messages[0].role != "tool":
+            if own_mark is None or messages[0].role != "tool":
                 raise
             head, is_called = between(render, messages, place, CALLED), True
-        if own is None:
+        if own_mark is None:
             return _Joint(self._first_mark(head), is_own=False)
-        return _Joint(own if own in self._tokenizer.encode(head) else None, is_own=True, is_called=is_called)
+        return _Joint(own_mark if own_mark in self._tokenizer.encode(head) else None, is_own=True, is_called=is_called)
 
     def _first_mark(self, text: str) -> int | None:
         """The first token of a text that ends generations, or is special."""
-        return next((one for one in self._tokenizer.encode(text) if one in self._ends or self._is_special(one)), None)
+        ids = self._tokenizer.encode(text)
+        return next((token for token in ids if token in self._ends or self._is_special(token)), None)
 
     def _is_special(self, token: int) -> bool:
         return not self._tokenizer.decode([token]) and bool(self._tokenizer.decode([token], skip_special=False))
