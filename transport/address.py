@@ -59,7 +59,7 @@ EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")
 
 
 def split_listen(text: str) -> tuple[str, int]:
-    """Of an own interface, port 0: any; raises LaunchError. What is listened at is what others are told."""
+    """Of an own interface, port 0: any; raises LaunchError. Other nodes get the same address."""
     host, port = split_address(text, "to listen at", range(65536))
     if host in EVERY_INTERFACE:
         remedy = "give this host's IP address on the common network"

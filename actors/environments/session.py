@@ -92,8 +92,8 @@ class EnvironmentSession:
         self.num_turns += 1
         turn = self.num_turns
         answering = Answering(read_exchange(path, body, self._session, str(turn)), self._session)
-        answer = await answering.whole()
-        answering.delivered()
+        answer = await answering.body()
+        answering.mark_delivered()
         self._answers[turn] = answer["myxa"]["answers"][0]
         if answer["myxa"]["is_malformed"]:
             self._malformed.add(turn)

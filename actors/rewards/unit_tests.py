@@ -95,7 +95,7 @@ def tests_of(label: str) -> dict[str, Any]:
 
 
 def _is_idle(node: ast.stmt) -> bool:
-    """An expression whose value nobody looks at."""
+    """An expression whose value is not used."""
     if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant):
         return False
     return isinstance(node.value, ast.Compare) or not any(isinstance(part, ast.Call) for part in ast.walk(node))

@@ -201,7 +201,7 @@ class TrainLoop:
                 reason = self._stop_reason
                 break
         if not reason and version == start_version:
-            reason = f"all {version} steps were done before; to go on, raise run.num_steps = {self._last}"
+            reason = f"all {version} steps were done before; to train further, raise run.num_steps = {self._last}"
         await self._finish(version, start_version, reason or f"all {version} steps done")
         self._meter.switch("wait-data", "end of the run")
 

@@ -189,7 +189,7 @@ async def _address_of(host: str) -> str:
 
 
 async def _listen_address(endpoint: Endpoint | None) -> str:
-    """Address of this host to listen on, which others are told."""
+    """Address of this host to listen on, as other nodes get it."""
     host = endpoint.host if endpoint is not None else socket.gethostname()
     address = await _address_of(host)
     number = ipaddress.ip_address(address)

@@ -21,7 +21,7 @@ def chunk(
 ):
     logprobs = [[-float(i), i, None] for i in ids] if logprobs is None else logprobs
     reason = None if finish is None else {"type": finish, **({} if matched is None else {"matched": matched})}
-    if abort is not None:
+    if reason is not None and abort is not None:
         reason |= dict(zip(("message", "status_code"), abort, strict=True))
     value = {
         "text": "x", "output_ids": ids,

@@ -212,10 +212,10 @@ def make_cuttable() -> None:
 
     make_outbox: Any = SocketTransport._make_outbox
 
-    def unless_cut(self: Any, endpoint: str, peer: Any, known: Any, lane: Any) -> Any:
+    def unless_cut(self: Any, endpoint: str, peer: Any, entry: Any, lane: Any) -> Any:
         if time.monotonic() < _cut_until.get((id(self), peer.node_id), 0.0):
             raise LaunchError("cut off on purpose")
-        return make_outbox(self, endpoint, peer, known, lane)
+        return make_outbox(self, endpoint, peer, entry, lane)
 
     SocketTransport._make_outbox = unless_cut
 

@@ -301,9 +301,9 @@ class TimedAdoption(Adoption):
         self.adopted_s: dict[str, float] = {}
         """Engine -> when it adopted last."""
 
-    def adopted(self, engine: str, epoch: int, version: int) -> bool:
-        self.adopted_s[engine] = time.monotonic()
-        return super().adopted(engine, epoch, version)
+    def adopted(self, name: str, epoch: int, version: int) -> bool:
+        self.adopted_s[name] = time.monotonic()
+        return super().adopted(name, epoch, version)
 
 
 class FaultLab:

@@ -35,10 +35,10 @@ class HeldBeacon(Beacon):
         self.may_go = threading.Event()
         self._tell = tell
 
-    def step(self, at: str, *, is_counted: bool = True) -> None:
-        super().step(at, is_counted=is_counted)
+    def step(self, position: str, *, is_counted: bool = True) -> None:
+        super().step(position, is_counted=is_counted)
         time.sleep(self.pause_s)
-        self.wait(at)
+        self.wait(position)
 
     def wait(self, at: str) -> None:
         if self.hold_at and self.hold_at in at:
