@@ -58,7 +58,7 @@ test-fast: $(STAMP)
 	@$(BIN)/python -m pytest --workers $(WORKERS) $(FAST)
 
 soak: $(STAMP)
-	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800
+	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800 -o faulthandler_timeout=7200
 
 fuzz: $(STAMP)
 	@$(BIN)/python tests/fuzz/run_fuzz.py $(FUZZ)

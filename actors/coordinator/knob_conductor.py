@@ -263,10 +263,12 @@ class KnobConductor:
     def _remarks(self, draft: ChangeDraft, at: int) -> Iterator[str]:
         """What the operator may not expect of values that are allowed."""
         decided, file = draft.decision.values, self._file
-        num_steps = int(decided.get("num_steps") or self.newest("num_steps", self.run.options.run.num_steps))
+        if file is None:
+            return
+        num_steps = int(decided.get("num_steps") or self.newest("num_steps", file.run.num_steps))
         if 0 < num_steps <= at:
             yield f"the run ends with step {num_steps}: it does not come to {at}"
-        if file is not None and not LENGTHS.isdisjoint(decided):
+        if not LENGTHS.isdisjoint(decided):
             new = file.with_values(draft.file_values)
             end = new.optimizer.rate_is_zero_from(file.policy_updates)
             if 0 < end < new.policy_updates:

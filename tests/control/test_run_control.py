@@ -133,6 +133,7 @@ async def test_who_asked_may_go_and_it_is_done_and_recorded(tmp_path: Path) -> N
     place.buffer.may_answer.clear()
     asked = asyncio.create_task(place.control.set_pause("pause", WHO, "look"))
     while not place.buffer.num_asked:
+        assert not asked.done()
         await asyncio.sleep(0.001)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -70,6 +70,7 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
             assert process.poll() is None, process.communicate()[0]
             wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
             actor = worker_pids(process.pid, "rollout/0")[0]
+            wait_until(lambda actor=actor: process.poll() is not None or environment_pids(actor), "its workers")
             workers = environment_pids(actor)
             seen.update(workers)
             if done == 3:

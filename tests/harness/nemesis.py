@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "buffer.trained": (f"before {_BUFFER}.trained",),
     "buffer.durable": (f"before {_BUFFER}.durable",),
     "rollout.partial": ("before actors.stream_checks:_Stream.wrong",),  # tokens of an answer are there
-    "rollout.reward": ("before actors.rollout.group_runner:GroupRunner._rewarded",),
+    "rollout.reward": ("before actors.rollout.group_runner:GroupRunner._timed_reward",),
     "rollout.put": ("before actors.rollout.rollout:Rollout._deliver",),
     "rollout.prepare": ("before actors.weights.receive:EngineWeights.prepare",),
     "rollout.rebuild": ("before actors.weights.channels.host:patch_folder",),  # copied or renamed, old bytes

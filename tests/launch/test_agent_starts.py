@@ -33,6 +33,7 @@ from myxa.launch.contracts import (
 from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
+from myxa.launch.nodes.stop_signals import TWICE_S
 from myxa.transport.node import Node
 
 
@@ -263,6 +264,7 @@ async def test_the_second_signal_ends_at_once_though_the_first_ones_question_is_
 
     async with lent(tmp_path, stop) as (_, lending):
         await asked.wait()
+        await asyncio.sleep(TWICE_S)  # sooner, it would count as the first one sent twice
         os.kill(os.getpid(), 15)
         farewell = await lending
         assert (farewell.exit_code, farewell.reason) == (128 + 15, "ended at once")
