@@ -16,7 +16,6 @@ from myxa.actors.coordinator.audit import read_audit, verify_audit
 from myxa.actors.knobs.owner import Knob
 from myxa.actors.trainer.knobs import LEADER_TUNABLES
 from myxa.core.config import RunConfig
-from myxa.core.config.run import RunSettings
 from myxa.core.errors import CallError
 from myxa.core.knobs import ChangeReply, KnobValue, Operator
 
@@ -78,10 +77,11 @@ async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tm
         _check_chain(room)
 
 
+FILE = {"run": {"name": "room", "num_steps": 5000}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}}
+
+
 async def test_a_change_for_a_step_that_the_run_does_not_come_to_is_made_with_a_warning(tmp_path: Path) -> None:
-    async with open_room(tmp_path) as room:
-        assert room.coordinator is not None
-        room.coordinator._options.run = RunSettings(name="room", num_steps=5000)
+    async with open_room(tmp_path, file=RunConfig.model_validate(FILE)) as room:
         last = await room.change(lr=2e-3, not_before=4999, dry_run=True)
         assert (last.at, last.warnings) == (4999, ())
         late = await room.change(lr=2e-3, not_before=5000)
@@ -89,8 +89,7 @@ async def test_a_change_for_a_step_that_the_run_does_not_come_to_is_made_with_a_
 
 
 async def test_a_run_that_is_made_longer_than_its_schedule_says_so(tmp_path: Path) -> None:
-    told = {"run": {"name": "room", "num_steps": 5000}, "model": {"path": "/m"}, "data": {"train": "/d.jsonl"}}
-    file = RunConfig.model_validate({**told, "optimizer": {"schedule": "cosine"}})
+    file = RunConfig.model_validate({**FILE, "optimizer": {"schedule": "cosine"}})
     tunable = next(one for one in LEADER_TUNABLES if one.name == "num_steps")
     async with open_room(tmp_path, file=file) as room:
         end = dict[str, KnobValue](num_steps=5000)
