@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import psutil
-
 from ...actors.backends.megatron.layout import ParallelLayout, rank_parameters, stages_of
 from ...actors.models.adapters import num_adapted
 from ...actors.models.hf_folder import critic_parameters
@@ -22,6 +20,7 @@ from ...actors.weights.publish import max_unreleased
 from ...core.config import RunConfig
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, MyxaError
+from ...core.host_memory import available_bytes
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, pool_bytes, takes_turns, trainer_plan
 from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
@@ -380,7 +379,7 @@ def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
 def _pools(run: CheckedRun, model: ModelConfig, trainers: Sequence[ActorSpec]) -> Iterator[DeviceLoad]:
     """Host memory for what leaves the devices."""
     each = pool_bytes(run.config, trainer_plan(trainers[0], run.config, model))
-    host_bytes = psutil.virtual_memory().total if run.is_here else None
+    host_bytes = available_bytes() if run.is_here else None
     for node, ranks in sorted(Counter(trainer.node for trainer in trainers).items()):
         how = f"{ranks} rank{'s' if ranks > 1 else ''} x {size_text(each)}, pinned: memory.host_pool_gb"
         yield DeviceLoad.of(f"node {node}: host memory", "trainer is away", [Part(POOL, ranks * each, how)], host_bytes)
