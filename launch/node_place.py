@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError, raised_as
+from ..transport.address import in_url
 
 DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
@@ -23,11 +24,6 @@ _ENDPOINT = ("PET_RDZV_ENDPOINT",)
 _ADDRESS = ("PET_MASTER_ADDR",)
 _PORT = ("PET_MASTER_PORT",)
 _HOST_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-
-
-def in_url(host: str) -> str:
-    """With the brackets of an IPv6 address."""
-    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise LaunchError(f"{path} is no rendezvous record: {error}", remedy="is the launcher running?") from error
 
 
+def in_url(host: str) -> str:
+    """With the brackets of an IPv6 address."""
+    return f"[{host}]" if ":" in host else host
+
+
 def split_address(text: str, purpose: str, ports: range) -> tuple[str, int]:
     """Host and port of "host:port"; raises LaunchError."""
     host, _, port = text.removeprefix("tcp://").rpartition(":")

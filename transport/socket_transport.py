@@ -27,6 +27,7 @@ from .address import (
     Rendezvous,
     check_owner,
     check_socket_dir,
+    in_url,
     interface_towards,
     make_private,
     make_socket_dir,
@@ -310,7 +311,7 @@ def open_transport(
         key = JobKey.load(Path(rdzv.key_file))
     if not listen and key is not None and rdzv is not None and (registry := rdzv.endpoints.tcp[0]):
         host = interface_towards(registry)  # towards a registry on tcp, else nowhere
-        listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+        listen = f"{in_url(host)}:0"
     if listen and key is None:
         raise LaunchError("listening on tcp needs the job's key", remedy="give key=JobKey.load(path)")
     if rdzv is not None and rdzv.endpoints.node_rank == node_rank and rdzv.socket_dir:
