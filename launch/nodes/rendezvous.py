@@ -82,7 +82,7 @@ async def host_rendezvous(
 ) -> AsyncGenerator[NodeRendezvous]:
     """Node 0: open the registry. Raises LaunchError if the endpoint cannot be listened on."""
     is_alone = place.is_alone
-    key_path = None if is_alone else _own_key(job_key or default_job_key())
+    key_path = None if is_alone else await _own_key(job_key or default_job_key())
     host = LOOPBACK if is_alone else await _listen_address(place.endpoint)
     if place.endpoint is not None:
         remedy = "name an address of the host that runs node 0, and a free port there (0: any)"
@@ -166,7 +166,7 @@ def default_job_key() -> Path:
     return Path(base) / "myxa" / "job.key"
 
 
-def _own_key(path: Path) -> Path:
+async def _own_key(path: Path) -> Path:
     """The key of node 0, which makes it if it is missing."""
     if not path.exists():
         try:
@@ -178,6 +178,7 @@ def _own_key(path: Path) -> Path:
             raise LaunchError(
                 f"the job's key cannot be written to {path}: {error.strerror}", remedy="give --job-key"
             ) from error
+    await _wait_for_file(path, time.monotonic() + FOLDER_S, "the job's key")
     return path.absolute()
 
 
@@ -221,10 +222,12 @@ async def _read_endpoint(rdzv_file: Path | None, deadline: float) -> Endpoint:
 
 
 async def _wait_for_file(path: Path, deadline: float, content: str) -> None:
-    while not path.exists():
+    """A file is empty for a moment after it is made; on NFS its bytes may come seconds after its name."""
+    while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
+            fault = "is empty" if path.exists() else "did not appear"
             raise LaunchError(
-                f"{path} with {content} did not appear", remedy="is node 0's launcher running? is it shared?"
+                f"{path} with {content} {fault}", remedy="is node 0's launcher running? is the folder shared?"
             )
         await asyncio.sleep(POLL_S)
 

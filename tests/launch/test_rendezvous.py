@@ -11,6 +11,7 @@ import pytest
 from myxa.core.errors import LaunchError
 from myxa.launch.node_place import Endpoint, NodePlace
 from myxa.launch.nodes.rendezvous import host_rendezvous, join_rendezvous
+from myxa.transport.security import JobKey
 
 
 def has_ipv6() -> bool:
@@ -38,6 +39,36 @@ async def test_a_node_joins_by_the_address_that_node_0_has_written(host: str, tm
         assert second.address == first.address == {"localhost": "127.0.0.1"}.get(host, host)
         async with asyncio.timeout(10):
             assert await second.key_for("rollout/0")
+
+
+async def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    """Its name is seen before its bytes, on NFS by seconds; also by node 0, where another run made it."""
+    key, file = tmp_path / "job.key", tmp_path / "rdzv"
+    key.touch(mode=0o600)
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir(mode=0o700)
+
+    async def joins() -> bool:
+        async with join_rendezvous(NodePlace(1, 2, None), tmp_path / "1", key, file, 20.0):
+            return True
+
+    async def writes() -> None:
+        await asyncio.sleep(0.3)
+        JobKey.generate().save(tmp_path / "other.key")
+        key.write_bytes((tmp_path / "other.key").read_bytes())
+
+    async with asyncio.TaskGroup() as group:
+        joining = group.create_task(joins())
+        group.create_task(writes())
+        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0)), tmp_path / "0", key, file):
+            assert await joining
+
+
+async def test_a_key_that_stays_empty_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.key").touch(mode=0o600)
+    with pytest.raises(LaunchError, match=r"job\.key with the job's key is empty"):
+        async with join_rendezvous(NodePlace(1, 2, None), tmp_path, tmp_path / "job.key", tmp_path / "rdzv", 0.3):
+            pass
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no-such-host.invalid"])
