@@ -417,6 +417,8 @@ def _engine_conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from clashes(
         (attach and num_actors and num_actors != len(attach), "engine.attach",
          f"names {len(attach)} servers for {num_actors} rollout actors; each has one of its own: make them as many"),
+        (engine.key_env and any("@" in url for url in attach), "engine.key_env",
+         "does not go with a user in an address of engine.attach: a request has one Authorization"),
         (limit and config.rollout.max_new_tokens >= limit, "rollout.max_new_tokens", no_room),
         *((limit and eval_set.max_new_tokens >= limit, f"eval.sets.{name}.max_new_tokens", no_room)
           for name, eval_set in config.eval.sets.items()),

@@ -209,6 +209,7 @@ MISTAKES: dict[str, str] = {
     'max_passes = 1\n[run]\nnum_steps = 0\n[optimizer]\nschedule = "cosine"\n': "8 optimizer.decay_steps",
     '[run]\nnum_steps = 5\n[optimizer]\nschedule = "linear"\nwarmup_steps = 5\n': "9 optimizer.warmup_steps ! as long as the whole run",
     '[engine]\nattach = ["http://h:1"]\n[roles.rollout]\nkind = "sglang"\ncount = 2\n': "6 engine.attach",
+    '[engine]\nattach = ["http://me:word@h:1"]\nkey_env = "KEY"\n[roles.rollout]\nkind = "sglang"\n': "7 engine.key_env",
     '[engine]\nattach = ["http://h:1", "http://i:1"]\n[roles.rollout]\nkind = "sglang"\n': "6 engine.attach",
     '[engine]\nrouter = "http://h:1"\n[roles.rollout]\nkind = "sglang"\n': "6 engine.router",
     '[roles.rollout]\nkind = "sglang"\n[sglang]\nwhen = 2026-01-01\n': "8 sglang.when",

@@ -86,7 +86,7 @@ def test_what_no_router_can_have_chosen_is_an_error_that_names_place_cause_and_r
     held = HeldTokens("http://h:1: request 'r'", 4, CHOICES, (1, 4))
     assert not list(held.feed(chunk([1], spans=[["4", 0, 1]]))), "tokens wait for their experts"
     with pytest.raises(EngineError, match=says) as caught:
-        list(held.feed(chunk([1, 2], finish="stop", spans=[["4", 0, 2]], routed_experts=told)))
+        list(held.feed(chunk([1, 2], finish="stop", spans=[["4", 0, 2]], routed_experts=told, prompt_tokens=4)))
     assert "http://h:1: request 'r': routed_experts, of 2 tokens after 4 from token 1 on" in caught.value.message
     assert "--enable-return-routed-experts" in caught.value.remedy
 

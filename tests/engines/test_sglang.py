@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from tests.engines.contract import ask, collect, later
-from tests.harness.fake_sglang import FakeSglang, chunk, fake_sglang
+from tests.harness.fake_sglang import FakeSglang, chunk, fake_sglang, serving
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
 
@@ -60,6 +61,42 @@ async def test_facts_the_server_does_not_tell_come_from_the_settings():
     with pytest.raises(EngineError, match=r"context length -- set engine\.context_length"):
         async with connected(SglangOptions(vocab_size=320)):
             pass
+
+
+async def test_no_request_is_longer_than_the_server_reads_and_writes(caplog: pytest.LogCaptureFixture):
+    """SGLang keeps six tokens of its context, and has room for what its cache holds."""
+    for facts, longest, is_told in (
+        ({"context_length": 100, "max_req_input_len": 94}, 94, False),
+        ({"context_length": 400, "max_req_input_len": 394}, 128, False),
+        ({"context_length": 128, "max_req_input_len": 50}, 50, True),
+    ):
+        settings = options(context_length=128 if facts["context_length"] > 100 else 0)
+        caplog.clear()
+        async with connected(settings, facts=facts) as (engine, server):
+            assert (await engine.info()).context_length == longest
+            assert ("has room for 50 tokens" in caplog.text) is is_told
+            server.chunks = ended("-1")
+            await collect(engine, ask("r1", longest - 1, max_new_tokens=1))
+            with pytest.raises(RequestRefused, match=f"the engine's context is {longest}"):
+                await collect(engine, ask("r2", longest, max_new_tokens=1))
+
+
+async def test_an_address_that_sends_on_is_refused_where_a_post_would_not_arrive():
+    async with fake_sglang(chunks=ended("-1")) as server, asyncio.timeout(DEADLINE_S):
+        for status in (301, 302, 308):
+
+            async def send_on(request: web.Request, status: int = status) -> web.Response:
+                return web.Response(status=status, headers={"Location": server.url + request.path})
+
+            async with serving(send_on) as url:
+                engine = SglangEngine(url, options())
+                if status == 308:
+                    await engine.start()
+                    assert len((await collect(engine, ask("r1", 3, max_new_tokens=1))).ids) == 1
+                else:
+                    with pytest.raises(EngineError, match=rf"answered {status}: sends on to {server.url}.*write that"):
+                        await engine.start()
+                await engine.close()
 
 
 async def test_what_is_sent_is_sglangs_and_every_stream_has_an_id_of_its_own():

@@ -17,7 +17,8 @@ from tests.harness.fake_sglang import STAND_IN
 from myxa.actors.engines.sglang.engine import ServerSampling
 from myxa.actors.engines.sglang.launch import DEFAULTS, SglangLaunch, server_env, server_values
 from myxa.actors.engines.sglang.server_args import SglangNeeds, check_sizes, command_line, stale_guesses
-from myxa.core.config.servers import OWNED, ServerShape
+from myxa.core.config.section import IS_FROZEN
+from myxa.core.config.servers import OWNED, ServerShape, owned_conflicts
 from myxa.core.errors import ConfigError, RequestRefused
 from myxa.launch.composition.trainer_parts import BOUNDS
 
@@ -119,6 +120,36 @@ def test_an_attached_server_that_cannot_do_what_the_run_needs_is_refused():
     needs.check({}, "http://h:1")
 
 
+KEPT_BY_TOKENS = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+
+
+def test_servers_that_would_answer_with_older_weights_are_refused_launched_and_attached():
+    wrong: dict[str, Any] = {**dict.fromkeys(KEPT_BY_TOKENS, "file"), "tokenizer_worker_num": 2}
+    for name, value in wrong.items():
+        (conflict,) = owned_conflicts({name: value})
+        assert conflict.path == f"sglang.{name}"
+        with pytest.raises(
+            ConfigError, match=f"http://h:1: was started with {name} = {value}: .*--{name.replace('_', '-')}"
+        ):
+            SglangNeeds(channel="disk").check({name: value}, "http://h:1")
+        SglangNeeds().check({name: value}, "http://h:1")  # no weights come
+    usual: dict[str, Any] = {**dict.fromkeys(KEPT_BY_TOKENS), "enable_lmcache": False, "tokenizer_worker_num": 1}
+    SglangNeeds(channel="disk").check(usual, "http://h:1")
+    assert not list(owned_conflicts({"tokenizer_worker_num": 1, "enable_hierarchical_cache": True}))
+    token = IS_FROZEN.set(True)
+    assert not list(owned_conflicts(wrong)), "a run that began so goes on"
+    IS_FROZEN.reset(token)
+
+
+def test_a_server_that_sets_sampling_parameters_by_itself_is_refused():
+    harmless = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    for preferred in (None, {}, harmless):
+        SglangNeeds().check({"preferred_sampling_params": preferred}, "http://h:1")
+    with pytest.raises(ConfigError, match="it would set min_p, repetition_penalty of requests"):
+        facts = {"preferred_sampling_params": harmless | {"repetition_penalty": 1.05, "min_p": 0.1}}
+        SglangNeeds().check(facts, "http://h:1")
+
+
 GUESSING = {"model_path": "/m", "speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/m"}
 
 
@@ -165,11 +196,16 @@ def test_what_a_server_that_guesses_would_draw_otherwise_is_refused(name: str):
 def test_the_servers_environment():
     base = {
         "HOME": "/h", "MYXA_WORKER_SPEC": "/s", "RANK": "0", "NCCL_NVLS_ENABLE": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     }  # fmt: skip
     assert server_env(base, "/venv/bin/python", has_gpus=True) == {
         "HOME": "/h", "PATH": f"{os.defpath}:/venv/bin", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
+    for has, direct in (({"NO_PROXY": "a"}, "a,127.0.0.1"), ({"no_proxy": "b", "NO_PROXY": "a"}, "b,127.0.0.1")):
+        env = server_env({"http_proxy": "http://proxy:1"} | has, "", has_gpus=True)
+        assert (env["no_proxy"], env["NO_PROXY"], env["http_proxy"]) == (direct, direct, "http://proxy:1")
+    assert "NO_PROXY" not in server_env({"no_proxy": "*"}, "", has_gpus=True), "a star alone means all"
     assert server_env({"PATH": "/a"}, "python3", has_gpus=True)["PATH"] == "/a", "it is found there, or not at all"
     assert server_env({}, "", has_gpus=False)["SGLANG_USE_CPU_ENGINE"] == "1"
 

@@ -82,6 +82,15 @@ def test_an_aborted_incremental_stream_repeats_its_last_token():
     assert len(deltas[-1].output_ids) == 0
 
 
+def test_an_abort_in_the_queue_of_a_cumulative_stream_loses_no_token():
+    """Such a request was retracted: its last chunk has one token, and the log-probs of all."""
+    pairs = [[-float(i), i, None] for i in (1, 2, 3, 4)]
+    last = chunk([4], 4, finish="abort", spans=[["4", 0, 4]], logprobs=pairs)
+    for begin in ([], [chunk([1], 1)], [chunk([1, 2], 2)]):
+        ids, logprobs, _, deltas = told([*begin, last])
+        assert (ids, logprobs, deltas[-1].finish) == ([1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], "abort")
+
+
 @pytest.mark.parametrize(
     ("sent", "finished", "stamp"), [(4, "4", 4), (4, "5", 4), (6, "5", 5), (3, "default", -1), (-1, "7", -1)]
 )
@@ -105,10 +114,29 @@ def test_stop_by_an_id_is_told():
     ([chunk([1, 2], spans=[["4", 0, 1]])], "cover 1 of 2"),
     ([chunk([1, 2], spans=[["4", 0, 0], ["5", 1, 2]])], "leave a gap"),
     ([chunk([1, 2], spans=[["4", -1, 2]])], "leave a gap"),
+    ([chunk([1]), chunk([1, 2], logprobs=[[-1.0, 1, None], [None, 2, None]])], "after 1 tokens is null: the logits are not finite -- the weights"),
 ])  # fmt: skip
 def test_missing_logprobs_tokens_or_stamps_are_errors(chunks, says):
     with pytest.raises(EngineError, match=says):
         told(chunks)
+
+
+def test_a_server_that_read_another_prompt_than_it_was_sent_is_caught():
+    """As one does that cuts long prompts; of an aborted request it may tell anything."""
+    for num_sent, finish, is_caught in (
+        (3, "stop", False),
+        (5, "abort", False),
+        (5, "stop", True),
+        (5, "length", True),
+    ):
+        held = HeldTokens("here", 4, None, (0, num_sent))
+        assert not list(held.feed(chunk([1])))
+        last = chunk([1, 2], finish=finish)
+        if is_caught:
+            with pytest.raises(EngineError, match="read a prompt of 3 tokens, 5 were sent -- .*--allow-auto-truncate"):
+                list(held.feed(last))
+        else:
+            assert len(list(held.feed(last))) == 1
 
 
 @pytest.mark.parametrize(

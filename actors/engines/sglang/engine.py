@@ -73,6 +73,9 @@ class _Open:
 
 CALL_S = 120.0
 NOT_WITH_GUESSES = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
+LENGTH_RESERVE = 6
+"""Tokens of its context that SGLang 0.5.17 keeps: it refuses a prompt that reaches into them, and cuts an answer that
+would, without a word."""
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
@@ -235,6 +238,12 @@ class SglangEngine:
             self._memory.check(facts)
         served_length = whole_number(facts, "context_length", "max_model_len")
         self._context_length = self._context_length or served_length or self._options.model_context_length
+        if longest := whole_number(facts, "max_req_input_len"):
+            if longest + LENGTH_RESERVE < self._context_length:
+                _log.warning(
+                    "%s: its cache has room for %d tokens; prompt and answer can have no more", self._place, longest
+                )
+            self._context_length = min(self._context_length, longest)
         self._max_running = whole_number(facts, "max_running_requests") or self._options.max_running
         if self._context_length < 1:
             raise EngineError(

@@ -18,7 +18,7 @@ from ....core.device_memory import Tag, TagReport
 from ....core.errors import ConfigError, EngineError, MyxaError, RequestRefused
 from ...http_client import client_session
 from .server_args import guesses_by
-from .wire import FACTS_ROUTE, KEY_REMEDY, MODEL_ROUTE, ServerAnswer, attach_fault
+from .wire import FACTS_ROUTE, KEY_REMEDY, MODEL_ROUTE, MOVED, ServerAnswer, attach_fault
 
 LOOK_S = 10.0
 """Longest look."""
@@ -108,7 +108,9 @@ class SglangHttp:
     async def answer(self, route: str, within_s: float) -> ServerAnswer:
         try:
             async with asyncio.timeout(within_s), self.session.get(self.url + route, headers=self.headers) as answer:
-                return ServerAnswer(route, answer.status, await answer.read())
+                moved = next((step.status for step in answer.history if step.status in MOVED), 0)
+                body = f"sends on to {answer.url}".encode() if moved else await answer.read()
+                return ServerAnswer(route, moved or answer.status, body)
         except TimeoutError:  # some of aiohttp's are both
             return ServerAnswer(route, error=f"no answer within {within_s:g} s", is_absent=True, is_silent=True)
         except aiohttp.ClientConnectorError as err:

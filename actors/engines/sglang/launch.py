@@ -177,7 +177,10 @@ CAUSE_S = 0.5
 """How long a server that does not answer has for being seen to have ended."""
 DEFAULTS: Mapping[str, Any] = {"stream_interval": 32}
 """Set by myxa, may be set otherwise in `[sglang]`. Fewer, longer chunks: tokens are not read by people."""
-NOT_FOR_SERVERS = frozenset({"MYXA_WORKER_SPEC", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"})
+NOT_FOR_SERVERS = frozenset({
+    "MYXA_WORKER_SPEC", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",  # log-probs would be those at temperature 1
+})  # fmt: skip
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _log = logging.getLogger("myxa.sglang")
@@ -347,11 +350,15 @@ def server_values(
 def server_env(base: Mapping[str, str], python: str, *, has_gpus: bool) -> dict[str, str]:
     """The server's environment: the actor's own, which holds the role's `env`, less what would mislead it.
     NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be what the trainer has: with unequal values the weight group cannot be
-    formed. SGLang's memory saver does not go with expandable segments."""
+    formed. SGLang's memory saver does not go with expandable segments. A server warms up by requests to its own
+    address, and ends where a proxy answers them."""
     env = {name: value for name, value in base.items() if name not in NOT_FOR_SERVERS}
     for name in ALLOCATOR:
         if "expandable_segments" in env.get(name, ""):
             del env[name]
+    direct = env.get("no_proxy") or env.get("NO_PROXY", "")
+    if direct != "*":
+        env |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, LOOPBACK))))
     env["PATH"] = tools_path(env, python)
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
     env.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -13,9 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ....core.config.servers import NOT_WITH_ADAPTERS, ServerShape, guesser, speculation_conflicts
+from ....core.config.servers import (
+    NOT_UPDATED,
+    NOT_WITH_ADAPTERS,
+    ServerShape,
+    guesser,
+    is_off,
+    speculation_conflicts,
+)
 from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
+from .wire import ALWAYS_SAID
 
 MODULE = "sglang.launch_server"
 
@@ -199,6 +207,16 @@ class SglangNeeds:
             raise ConfigError(
                 f"{place}: was started without --enable-deterministic-inference, so requests' seeds mean nothing to it",
                 remedy="start it with that, or set rollout.deterministic = false",
+            )
+        preferred = facts.get("preferred_sampling_params")
+        names = set(cast("dict[str, Any]", preferred)) - set(ALWAYS_SAID) if isinstance(preferred, dict) else ()
+        wrong = {name: why for name, why in NOT_UPDATED.items() if self.channel and not is_off(name, facts.get(name))}
+        if names:
+            wrong["preferred_sampling_params"] = f"it would set {', '.join(sorted(names))} of requests that say none"
+        for name, why in wrong.items():
+            raise ConfigError(
+                f"{place}: was started with {name} = {facts[name]}: {why}",
+                remedy=f"start it without --{name.replace('_', '-')}",
             )
         for conflict in speculation_conflicts(facts):
             name = conflict.path.removeprefix("sglang.")

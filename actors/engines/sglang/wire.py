@@ -102,7 +102,7 @@ class _Meta(msgspec.Struct, frozen=True):
     finish_reason: _Reason | None = None
     weight_version: Any = ""
     weight_versions: list[TokenSpan] | None = None
-    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     prompt_tokens: Any = 0
     cached_tokens: Any = 0
     spec_verify_ct: Any = 0
@@ -219,16 +219,24 @@ class HeldTokens:
                 f"{self.place}: not an answer of SGLang's /generate ({type(err).__name__}: {err}): {shown}",
                 remedy="engine.attach must name the address of an SGLang server (0.5.17 or later)",
             ) from err
+        if any(pair[0] is None for pair in pairs):
+            raise EngineError(
+                f"{self.place}: a log-prob after {self.num_tokens} tokens is null: the logits are not finite",
+                remedy="the weights hold NaN or overflow: look at the trainer's gradient norm, lower the learning rate",
+            )
         return chunk
 
     def _add(self, chunk: _Chunk) -> Delta | None:
-        meta = chunk.meta_info
-        logprobs = [pair[0] for pair in meta.output_token_logprobs or []]
-        new_ids = self._new(chunk.output_ids, meta.completion_tokens, "output_ids")
+        meta, reason = chunk.meta_info, chunk.meta_info.finish_reason
+        pairs = meta.output_token_logprobs or []
+        logprobs = [pair[0] for pair in pairs]
+        ids = chunk.output_ids
+        if reason is not None and reason.type == "abort":  # in its queue: of all tokens SGLang 0.5.17 tells the last
+            ids = [pair[1] for pair in pairs] or ids
+        new_ids = self._new(ids, meta.completion_tokens, "output_ids")
         new_logprobs = self._new(logprobs, meta.completion_tokens, "output_token_logprobs")
         self._ids = np.concatenate([self._ids, np.asarray(new_ids, dtype=np.int32)])
         self._logprobs = np.concatenate([self._logprobs, np.asarray(new_logprobs, dtype=np.float32)])
-        reason = meta.finish_reason
         if reason is None and self.choices is not None:
             return None
         if self.is_certain:
@@ -245,6 +253,7 @@ class HeldTokens:
             return None
         if reason is not None:
             self.usage = _usage(meta)
+            self._check_prompt(self.usage.prompt_tokens, reason)
         new = slice(self._num_sent, len(self._ids))
         experts = self._experts(meta, reason) if self.choices is not None and reason is not None else None
         if self.choices is not None and experts is None:  # tokens without their experts are drawn again
@@ -262,6 +271,15 @@ class HeldTokens:
             matched=matched if isinstance(matched, int) else None,
             matched_text=matched if isinstance(matched, str) else "",
         )
+
+    def _check_prompt(self, num_read: int, reason: _Reason) -> None:
+        """Raises EngineError if the server says that it read another prompt."""
+        num_sent = self.unrouted[1]
+        if num_read and num_sent and num_read != num_sent and reason.type != "abort":
+            raise EngineError(
+                f"{self.place}: the server read a prompt of {num_read} tokens, {num_sent} were sent",
+                remedy="start it without --allow-auto-truncate",
+            )
 
     def _experts(self, meta: _Meta, reason: _Reason) -> U8 | None:
         """Those of the tokens asked for; None where the request was aborted before its server had them. Raises
@@ -365,6 +383,8 @@ LOSES_EXPERTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
 )
 """Facts of servers that do not tell the experts of all tokens, and why."""
 LOSES_REMEDY = "start it otherwise, or set megatron.routing_replay = true"
+MOVED = (301, 302, 303)
+"""A GET is sent on to another address, and a POST arrives there as a GET."""
 LOADING = (500, 502, 503, 504)
 """A server that is loading, or a gateway in front of one."""
 
@@ -417,6 +437,8 @@ def attach_fault(
     for answer, fields in ((model, MODEL_FIELDS), (facts, FACTS_FIELDS)):
         if answer.status in (401, 403):
             return f"{answer.words()}: it asks for another key", KEY_REMEDY
+        if answer.status in MOVED:
+            return f"{answer.words()}, and what is posted does not follow", "write that address in engine.attach"
         if answer.may_come:
             return answer.words(), "start the server, or mend engine.attach"
         if answer.status != 200 or not any(name in answer.value for name in fields):
