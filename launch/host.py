@@ -108,15 +108,9 @@ PORTS = range(10_000, 30_000)
 NUM_TRIES = 100
 
 
-def quiet_port(family: socket.AddressFamily = socket.AF_INET) -> int:
-    """A random port where nothing listens and that the kernel gives to no connection. Raises OSError for none."""
-    with hold_port(family) as holder:
-        return int(holder.getsockname()[1])
-
-
 def hold_port(family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    """A socket on such a port, which until it is closed only a server gets that names the port and reuses addresses, as
-    torch's store does. Raises OSError for none."""
+    """A socket on a random port where nothing listens and that the kernel gives to no connection. Until it is closed,
+    only a server gets the port that names it and reuses addresses, as torch's store does. Raises OSError for none."""
     for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
         holder = socket.socket(family)
         with contextlib.suppress(OSError):

@@ -13,10 +13,10 @@ import pytest
 import torch
 from tests.backends import gang_rank
 from tests.harness.commands import MEGATRON, Command
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.models.tiny import make_tiny_model
-from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("gang_rank.py")
 RANK_GANG = Path(__file__).with_name("rank_gang.py")
@@ -126,7 +126,7 @@ def run_gang(
         spec = {
             "model": str(model),
             "out": str(out),
-            "port": quiet_port(),
+            "port": held_port(),
             "num_ranks": num_ranks,
             "algo": algo,
             "critic": critic,

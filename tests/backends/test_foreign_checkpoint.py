@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.backends.test_megatron_model import make_folder
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.convert import convert
 from myxa.core.errors import TrainError
 from myxa.launch.cli import main
-from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(150)
 MODELS = ("moe-mixed", "deepseek", "moonlight")
@@ -31,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, ranks: Callable[..., list[
     folders = [str(make_folder(place, name)) for name in MODELS]
     for folder in folders:
         (Path(folder) / "tokenizer.json").write_text("{}")
-    (place / "spec.json").write_text(json.dumps({"port": quiet_port(), "folders": folders, "out": str(place / "out")}))
+    (place / "spec.json").write_text(json.dumps({"port": held_port(), "folders": folders, "out": str(place / "out")}))
     for status, output in ranks(2, RANK, str(place / "spec.json")):
         assert status == 0, output[-4000:]
     return place

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.convert import quantise_folder
 from myxa.actors.models.hf_folder import open_weights, read_config, write_folder
-from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -259,7 +259,7 @@ def outcomes(
             )
         out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
         place = out / "spec.json"
-        spec = {"num_ranks": num_ranks, "port": quiet_port(), "cases": cases, "out": str(out)}
+        spec = {"num_ranks": num_ranks, "port": held_port(), "cases": cases, "out": str(out)}
         place.write_text(json.dumps(spec))
         ended = ranks(num_ranks, RANK, str(place), timeout_s=280)
         for rank, (status, output) in enumerate(ended):

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.megatron.offload import rebuilds_params
 from myxa.core.config import TrainerConfig
 from myxa.core.config.learning import MegatronSettings
 from myxa.core.device_memory import OPTIMIZER_PARTS
-from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_moving.py")
 TIMEOUT_S = 120
@@ -33,7 +33,7 @@ def runs(
 ) -> Callable[[str], list[dict[str, Any]]]:
     """What two ranks told of a case, staying ("False") and moving ("True")."""
     out = tmp_path_factory.mktemp("moving")
-    cases = [{**case, "ports": [quiet_port(), quiet_port()], "model": str(model)} for case in CASES]
+    cases = [{**case, "ports": [held_port(), held_port()], "model": str(model)} for case in CASES]
     spec = {"out": str(out), "num_ranks": 2, "algo": GRPO, "optimizer": OPTIMIZER, "cases": cases}
     place = out / "spec.json"
     place.write_text(json.dumps(spec))

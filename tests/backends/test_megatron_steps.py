@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout, check_routing
@@ -27,7 +28,6 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.config import LoraConfig
 from myxa.core.config.learning import MegatronSettings
 from myxa.core.errors import ConfigError, TrainError
-from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("megatron_steps.py")
 SPEC = importlib.util.spec_from_file_location("megatron_steps", PROGRAM)
@@ -248,7 +248,7 @@ def gangs(
             cases: list[dict[str, Any]] = []
             for case in CASES[num_ranks]:
                 model = next((folder for name, folder in folders.items() if name in case), dense)
-                cases.append({**case, "port": quiet_port(), "seeds": SEEDS, "model": str(model)})
+                cases.append({**case, "port": held_port(), "seeds": SEEDS, "model": str(model)})
             for case in cases:
                 if "lora" in case:
                     case["lora"] = {**case["lora"], "path": adapter(case["lora"], Path(case["model"]))}

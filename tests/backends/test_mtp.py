@@ -18,12 +18,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.backends.test_megatron_model import SIZES, as_in_the_folder, make_folder
+from tests.harness.ports import held_port
 from torch.nn import functional
 
 from myxa.actors.backends.convert import convert, quantise_folder
 from myxa.actors.models.hf_folder import read_config
 from myxa.core.errors import ConfigError
-from myxa.launch.host import quiet_port
 
 PROGRAM = Path(__file__).with_name("mtp_rank.py")
 SEED = 20261130
@@ -130,7 +130,7 @@ def outcomes(
     modes = {"off": {}, "apart": {"mtp": FACTOR}, "whole": {"mtp": FACTOR, "mtp_reaches_trunk": True}}
     cases = [
         {
-            "name": name_of(model, layout, mode), "model": str(folders[model]), "port": quiet_port(),
+            "name": name_of(model, layout, mode), "model": str(folders[model]), "port": held_port(),
             "trains": mode != "off", "saves": mode == "apart", "comes_back": mode == "apart" and "ep" in layout,
             "megatron": {**layout, **settings, "distributed_optimizer": False, "routing_replay": mode == "apart"},
         }

@@ -18,10 +18,10 @@ import pytest
 import torch
 import transformers
 from tests.backends.test_megatron_model import MODELS, SIZES, make_folder
+from tests.harness.ports import held_port
 
 from myxa.actors.models.hf_folder import read_config
 from myxa.core.samples import ExpertChoices, Sample
-from myxa.launch.host import quiet_port
 from myxa.transport.codec import Codec
 
 PROGRAM = Path(__file__).with_name("routed_rank.py")
@@ -112,7 +112,7 @@ def outcomes(
         body, frames = Codec(list[Sample]).encode(made)
         file.write_bytes(msgspec.msgpack.encode([body, *map(bytes, frames)]))
         cases.append({
-            "name": name_of(model, layout), "model": str(folders[model]), "samples": str(file), "port": quiet_port(),
+            "name": name_of(model, layout), "model": str(folders[model]), "samples": str(file), "port": held_port(),
             "megatron": {**layout, "routing_replay": "rollout"},
         })  # fmt: skip
     spec = {

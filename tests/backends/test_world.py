@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.harness.ports import held_port
 
 from myxa.actors.backends.torch_backend.world import Gang, World
 from myxa.core.errors import LaunchError
-from myxa.launch.host import quiet_port
 
 Ranks = Callable[..., list[tuple[int, str]]]
 
@@ -35,7 +35,7 @@ def gang(ranks: Ranks, folder: Path, body: str, size: int, timeout_s: int) -> li
     program, place = folder / "rank.py", folder / "place"
     program.write_text(f"def main():\n{textwrap.indent(HEAD + body, '    ')}\nif __name__ == '__main__':\n    main()\n")
     place.mkdir()
-    return ranks(size, program, str(size), str(quiet_port()), str(timeout_s), str(place))
+    return ranks(size, program, str(size), str(held_port()), str(timeout_s), str(place))
 
 
 JOIN = """
@@ -51,7 +51,7 @@ except MyxaError as error:
 )
 def test_ranks_that_never_come_are_named(rank: int, cause: str) -> None:
     with pytest.raises(LaunchError, match=cause):
-        World.join(Gang(rank, 3, "127.0.0.1", quiet_port(), timeout_s=1), torch.device("cpu"))
+        World.join(Gang(rank, 3, "127.0.0.1", held_port(), timeout_s=1), torch.device("cpu"))
 
 
 def test_agreed_errors_leave_the_gang_whole_and_one_rank_s_own_ends_it_at_once(ranks: Ranks, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from tests.harness.ports import held_port
 from tests.survival.lives import listening
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from myxa.actors.torch_store import find_store, host_store, own_address_towards
 from myxa.actors.weights.channels.process_group import ChannelGroup
-from myxa.launch.host import quiet_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,7 +65,7 @@ def test_e04_a_weight_group_over_gloo_listens_at_the_address_of_its_store(addres
 
 
 def test_a_store_listens_at_a_given_port_and_says_if_it_is_taken() -> None:
-    port = quiet_port()
+    port = held_port()
     store = host_store("localhost", port, 2, 5.0)
     assert store.port == port
     with pytest.raises(OSError, match="in use"):

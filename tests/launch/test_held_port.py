@@ -1,4 +1,4 @@
-"""A port for later is one that the kernel gives to nobody meanwhile."""
+"""A port that is held for later goes to nobody else meanwhile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import pytest
 
 from myxa.actors.torch_store import find_store, host_store
 from myxa.launch import host
-from myxa.launch.host import PORTS, hold_port, quiet_port
+from myxa.launch.host import PORTS, hold_port
 
 
 def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: pytest.MonkeyPatch):
-    ports = {quiet_port() for _ in range(30)}
-    assert ports < set(PORTS) and len(ports) > 20, "who asks at once gets another one"
+    holders = [hold_port() for _ in range(30)]
+    ports = {holder.getsockname()[1] for holder in holders}
+    assert ports < set(PORTS) and len(ports) == 30
+    for holder in holders:
+        holder.close()
     for port in ports:
         with socket.socket() as probe:
             probe.bind(("", port))
@@ -21,7 +24,8 @@ def test_a_port_is_free_and_outside_the_range_that_connections_get(monkeypatch: 
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setattr(host, "PORTS", [taken.getsockname()[1]] * 200)
-        assert quiet_port() not in host.PORTS, "where somebody listens"
+        with hold_port() as holder:
+            assert holder.getsockname()[1] not in host.PORTS, "where somebody listens"
 
 
 def test_a_held_port_goes_to_nobody_but_the_store_that_it_is_held_for():
