@@ -268,8 +268,12 @@ class KnobConductor:
         num_steps = int(decided.get("num_steps") or self.newest("num_steps", file.run.num_steps))
         if 0 < num_steps <= at:
             yield f"the run ends with step {num_steps}: it does not come to {at}"
+        new = file.with_values(draft.file_values)
+        by_key = {tunable.key: name for name, tunable in draft.tunables.items()}
+        for key, needs in new.without_effect():
+            if key in by_key:
+                yield f"{by_key[key]} has no effect: it {needs}"
         if not LENGTHS.isdisjoint(decided):
-            new = file.with_values(draft.file_values)
             end = new.optimizer.rate_is_zero_from(file.policy_updates)
             if 0 < end < new.policy_updates:
                 yield f"the learning rate is 0 from update {end} of {new.policy_updates} on: set decay_steps too"

@@ -19,7 +19,7 @@ import msgspec
 
 from ...algos.arguments import bind
 from ...core.completions import Completion
-from ...core.config.section import HTTP_URL
+from ...core.config.section import HTTP_URL, has_shell_variable
 from ...core.errors import ConfigError
 from ..http_client import MAX_PAUSE_S, AnswerTooLong, NoAnswer, client_session, post_bounded, tried
 from .call import Answers, CallFailed, Outcomes, judged
@@ -48,7 +48,7 @@ class RemoteOptions:
 def remote_options(args: Mapping[str, Any], key: str = "reward.args") -> RemoteOptions:
     """The arguments, checked. Raises ConfigError."""
     options = bind(RemoteOptions, args, key=key, what='reward "remote"')()
-    if HTTP_URL.fullmatch(options.url) is None:
+    if HTTP_URL.fullmatch(options.url) is None or has_shell_variable(options.url):
         raise ConfigError(
             f'{key}.url = "{options.url}": reward "remote" asks a service', remedy="http://host:port/path"
         )

@@ -13,7 +13,8 @@
 
 The libraries are imported in `open` only: they are optional and slow to import. They get metrics, and the run file
 without what looks like a secret; trace and events stay in the run directory. After a restart of the monitor the same
-run of W&B or MLflow continues: its id is in the run directory.
+run of W&B or MLflow continues: its id is in the run directory. Offline W&B begins another one of the same group: an
+upload replaces what a run of that id had.
 """
 
 from __future__ import annotations
@@ -61,12 +62,18 @@ class Tracker:
 
     def write(self, bundle: Telemetry) -> None:
         for point in bundle.metrics:
-            self._step = max(self._step, point.step)
+            if point.source == LEADER and point.step >= 0:
+                if point.step < self._step:
+                    self.rewind(point.step, point.wall_s)
+                self._step = point.step
             if values := curves_of(point):
                 self.log(values, point.step if point.step >= 0 else self._step, point.wall_s)
 
     def begin(self, context: SinkContext) -> None:
         raise NotImplementedError
+
+    def rewind(self, step: int, wall_s: float) -> None:
+        """The trainer went back: steps from this one on come again. Nothing to do where both may stay."""
 
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
         raise NotImplementedError
@@ -85,15 +92,20 @@ class TensorBoardSink(Tracker):
     _writer: Any = None
 
     def begin(self, context: SinkContext) -> None:
-        self._make_event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._protos = import_module("tensorboard.compat.proto.event_pb2")
         self._make_summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
         self._writer = writer(str(context.run_dir / "tb"), flush_secs=3600)
 
+    def rewind(self, step: int, wall_s: float) -> None:
+        """TensorBoard forgets what it has from that step on."""
+        start = self._protos.SessionLog(status=self._protos.SessionLog.START)
+        self._writer.add_event(self._protos.Event(wall_time=wall_s, step=step, session_log=start))
+
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
         scalars = [self._make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = self._make_summary(value=scalars)
-        self._writer.add_event(self._make_event(wall_time=wall_s, step=step, summary=summary))
+        self._writer.add_event(self._protos.Event(wall_time=wall_s, step=step, summary=summary))
 
     def flush(self) -> None:
         self._writer.flush()
@@ -122,7 +134,8 @@ class WandbSink(Tracker):
         if mode not in ("", "online", "offline", "disabled"):
             raise ConfigError(f"monitor.options.wandb: mode = {mode!r}", remedy="take online, offline or disabled")
         self._project = project
-        self._settings = {"entity": entity or None, "group": group or None, "tags": list(tags) or None}
+        self._group = group
+        self._settings = {"entity": entity or None, "tags": list(tags) or None}
         self._mode = mode
         self._run: Any = None
 
@@ -132,11 +145,12 @@ class WandbSink(Tracker):
         chosen = wandb.setup().settings  # by environment or settings file
         mode = self._mode or (str(chosen.mode) if "mode" in chosen.model_fields_set else "offline")
         note = context.run_dir / "wandb.run_id"
-        run_id = _noted(note)
+        run_id = None if mode == "offline" else _noted(note)
         self._run = wandb.init(
             id=run_id,
             resume="allow" if run_id else None,
             name=context.run_dir.name,
+            group=self._group or (context.run_dir.name if mode == "offline" else None),
             dir=str(context.run_dir),
             mode=mode,
             project=self._project or chosen.project or "myxa",

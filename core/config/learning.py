@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
@@ -129,6 +129,26 @@ def resolve_correction(correction: Correction, updates: int, loss: LossName) -> 
     if correction != "auto":
         return correction
     return "behaviour" if updates == 1 or loss in TRUST_REGION_LOSSES else "decoupled"
+
+
+def _defaults_by_kind(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `[algo]` that follow others of it, as they are where the file leaves them out."""
+    kind, loss = table.get("kind", "grpo"), table.get("loss", "auto")
+    defaults = DEFAULTS_OF_KIND.get(cast(AlgoKind, kind)) if isinstance(kind, str) else None
+    if defaults is None:  # a mistake that the field's own check names
+        return {}
+    is_other_loss = loss in ("ppo", "gspo", "cispo") and loss != LOSS_OF_KIND.get(cast(AlgoKind, kind), "ppo")
+    clips = DEFAULTS_OF_KIND[cast(AlgoKind, loss)] if is_other_loss else defaults
+    bound = TRUST_REGION_LOSSES.get(cast(LossName, loss)) if isinstance(loss, str) else None
+    kl_in, kl_kind = table.get("kl_in", "loss"), table.get("kl_kind")
+    return {
+        "clip_low": bound or clips.clip_low,
+        "clip_high": bound or clips.clip_high,
+        "reduction": defaults.reduction,
+        "critic_lam": table.get("lam", 1.0),
+        "group_filter": "none" if kl_in == "advantage" and table.get("kl_coef") else defaults.group_filter,
+        "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind not in GIVEN_KINDS,
+    }
 
 
 class AlgoConfig(Section, frozen=True):
@@ -266,25 +286,12 @@ class AlgoConfig(Section, frozen=True):
     def _fill_by_kind(cls, raw: object) -> object:
         """Values that are left out are those of the algorithm's paper, not those of another algorithm."""
         table = as_table(raw)
-        if table is None:
-            return raw
-        kind, loss = table.get("kind", "grpo"), table.get("loss", "auto")
-        defaults = DEFAULTS_OF_KIND.get(cast(AlgoKind, kind)) if isinstance(kind, str) else None
-        if defaults is None:  # a mistake that the field's own check names
-            return raw
-        is_other_loss = loss in ("ppo", "gspo", "cispo") and loss != LOSS_OF_KIND.get(cast(AlgoKind, kind), "ppo")
-        clips = DEFAULTS_OF_KIND[cast(AlgoKind, loss)] if is_other_loss else defaults
-        bound = TRUST_REGION_LOSSES.get(cast(LossName, loss)) if isinstance(loss, str) else None
-        kl_in, kl_kind = table.get("kl_in", "loss"), table.get("kl_kind")
-        return {
-            "clip_low": bound or clips.clip_low,
-            "clip_high": bound or clips.clip_high,
-            "reduction": defaults.reduction,
-            "critic_lam": table.get("lam", 1.0),
-            "group_filter": "none" if kl_in == "advantage" and table.get("kl_coef") else defaults.group_filter,
-            "kl_unbiased": kl_in == "loss" and kl_kind != "k2" and kind not in GIVEN_KINDS,
-            **table,
-        }
+        return raw if table is None else {**_defaults_by_kind(table), **table}
+
+    def default_of(self, name: str) -> object:
+        """Values that are left out follow others."""
+        others = {other: value for other, value in self if other != name}
+        return _defaults_by_kind(others).get(name, super().default_of(name))
 
     @property
     def updates_per_step(self) -> int:
@@ -358,6 +365,7 @@ class AlgoConfig(Section, frozen=True):
         f"normalise needs kind={','.join(NORMALISED_KINDS)}",
         f"whiten needs kind={','.join(TOKEN_REWARD_KINDS)}: the others whiten nothing",
         f"turn_discount needs kind={','.join(COMPARING_KINDS)}: use gamma",
+        "critic_lam needs kind=ppo",
         f"advantage_fn needs kind!={','.join(TOKEN_REWARD_KINDS)},sft: it makes advantages per token",
         "opsm_delta needs kind!=sft: use 0",
         "reward_post_process needs kind!=sft: it has no rewards",
@@ -382,7 +390,6 @@ class AlgoConfig(Section, frozen=True):
              f'is not defined for the loss "{loss}"; use 0'),
             (self.label_smoothing and loss not in ("dpo", "simpo"), "label_smoothing",
              f'is not defined for the loss "{loss}"; use 0'),
-            (self.critic_lam != self.lam and kind != "ppo", "critic_lam", f'is for ppo, not kind = "{kind}"'),
             (self.correction == "icepop" and self.mis_low >= self.tis_cap, "mis_low",
              f"must be below tis_cap = {self.tis_cap:g}"),
         )  # fmt: skip

@@ -26,6 +26,7 @@ from ..errors import ConfigError, MyxaError
 from ..suggestion import nearest, suggest
 from .data import ENVIRONMENT
 from .hub import KINDS, hub_text
+from .peers import names_elsewhere
 from .root import RunConfig
 from .section import (
     ANY_NAME,
@@ -206,9 +207,8 @@ class _Layers:
         takes_text = (form is str and not keys_below) or (form == dict[str, str] and len(keys_below) == 1)
         try:
             value = _override_value(shown, takes_text)
-            is_free = bool(keys_below) and form == Table
-            if is_free and value == shown and shown.lower() in ("true", "false"):
-                raise ValueError("write true or false in small letters, or the text in quotes")
+            if value == shown:
+                _check_bare(shown, takes_text, is_free=bool(keys_below) and form == Table)
         except ValueError as error:
             self.problems.append(_problem(path, f"is not a TOML value: {error}", origin, shown))
             return
@@ -277,7 +277,8 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
         if path == METRICS_PORT:
             return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]
         noun = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
-        return [(path, f"is not a known {noun}{_odd_character(path[-1])}; {_meant(path)}")]
+        meant = _meant(path, is_table=isinstance(detail["input"], dict))
+        return [(path, f"is not a known {noun}{_odd_character(path[-1])}; {meant}")]
     if kind == "missing" and path == tuple(str(part) for part in detail["loc"]):
         return _missing(path)
     return [(path, _cause(detail))]
@@ -347,12 +348,17 @@ def _odd_character(text: str) -> str:
     return f" (it has U+{ord(odd):04X}, {unicodedata.name(odd, 'which has no name')})" if odd else ""
 
 
-def _meant(path: KeyPath) -> str:
-    """What an unknown key may be: one of its section, or one that is spelt so in another."""
+def _meant(path: KeyPath, *, is_table: bool) -> str:
+    """What an unknown key may be: one that another program calls so, one of its section, or one that is spelt so in
+    another."""
     keys, key = keys_of(find(RunConfig, path)[0]), path[-1]
     places = [place for place, _ in walk(RunConfig) if place[-1] == key and len(place) > 1 and ANY_NAME not in place]
     places = [place for place in places if place[-2:] == path[-2:]] or places
-    if nearest(key, keys) is None and len(path) > 1:
+    name = key.lower().replace("-", "_")
+    elsewhere = [] if places or name in keys else names_elsewhere().get(name, [])
+    if elsewhere:
+        return f"here it is {next((known for known in elsewhere if known.startswith(f'{path[0]}.')), elsewhere[0])}"
+    if (nearest(key, keys) is None and len(path) > 1) or not (is_table or len(path) > 1):
         if key in RunConfig.model_fields:
             return f"did you mean the table [{key}]?"
         if 0 < len(places) <= 3:
@@ -380,13 +386,14 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
     if isinstance(error, tomllib.TOMLDecodeError):
         match = DECODE_PLACE.search(str(error))
         line = int(match[1]) if match and match[1] else text.rstrip().count("\n") + 1
-        column = f", column {match[2]}" if match and match[2] else ""
-        cause = f"is not TOML{column}: {DECODE_PLACE.sub('', str(error))}"
-        if match and match[2]:
-            code = text.split("\n")[line - 1][int(match[2]) - 1 :]
-            cause += _odd_character(re.split("[ \t]", code)[0])
-        if "Invalid value" in cause:
-            cause += " -- write text in quotes, lists in [...], true and false in small letters"
+        column = int(match[2]) if match and match[2] else 0
+        cause = f"is not TOML{f', column {column}' if column else ''}: {DECODE_PLACE.sub('', str(error))}"
+        code = text.split("\n")[line - 1] if column else ""
+        cause += _odd_character(re.split("[ \t]", code[column - 1 :])[0])
+        if file.suffix in (".yaml", ".yml", ".json", ".sh"):
+            cause += " -- a run file is TOML: `myxa migrate` makes one of slime's or verl's"
+        else:
+            cause += next((f" -- {remedy}" for form, remedy in WRONG_VALUES.items() if re.search(form, code)), "")
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
     elif isinstance(error, FileNotFoundError):
@@ -395,6 +402,15 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
     else:
         cause = f"cannot be read: {getattr(error, 'strerror', error)} -- name a readable TOML file"
     return _problem((), cause, KeyOrigin(place, line))
+
+
+NO_NULL = "TOML has no null: leave the key out"
+WRONG_VALUES = {
+    r"=\s*(None|null)\b": NO_NULL,
+    r"=\s*[+-]?\.?\d": "a number is written like 1000, 0.5 or 1e-6, without a unit",
+    r"=\s*[^\s\"'\[{]": "write text in quotes, lists in [...], true and false in small letters",
+}
+"""What is in a line that is no TOML, and what to write."""
 
 
 def _single_path(parsed: Table) -> KeyPath:
@@ -432,6 +448,16 @@ def _override_value(text: str, takes_text: bool) -> Any:
     if len(table) != 1:
         raise ValueError("it holds more than one value")
     return table["value"]
+
+
+def _check_bare(word: str, takes_text: bool, *, is_free: bool) -> None:
+    """Raises ValueError for a word without quotes that other languages do not take as text."""
+    if word in ("None", "null") and (takes_text or is_free):
+        raise ValueError(f"{NO_NULL}, or write the text in quotes within quotes")
+    if is_free and word.lower() in ("true", "false"):
+        raise ValueError("write true or false in small letters, or the text in quotes")
+    if not takes_text and re.fullmatch(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", word):
+        raise ValueError("a number has digits on both sides of its point, such as 0.5")
 
 
 def _merge(base: Table, layer: Mapping[str, Any]) -> None:

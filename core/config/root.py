@@ -30,6 +30,7 @@ from .run import (
     KINDS_WITH_ROWS,
     LOCAL_HOSTS,
     WORKFLOW_BUILTINS,
+    WORKFLOW_NAMES,
     AgentSettings,
     ControlSettings,
     EngineSettings,
@@ -45,7 +46,18 @@ from .run import (
     RunSettings,
     WeightSettings,
 )
-from .section import CONFLICTS, Conflict, Section, Table, TableName, Term, as_table, clashes, relation_conflicts
+from .section import (
+    CONFLICTS,
+    Conflict,
+    Section,
+    Table,
+    TableName,
+    Term,
+    as_table,
+    attribute_of,
+    clashes,
+    relation_conflicts,
+)
 from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, speculation_conflicts
 
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
@@ -153,6 +165,52 @@ LIVE_RELATIONS = (
     "run.stop_reward eval.num_prompts eval.num_samples eval.temperature needs eval.data eval.sets: held-out prompts",
 )
 """Those of values that are changed in a live run; a file may say them of an evaluation that it leaves out."""
+RATIO_KEYS = "algo.clip_low algo.clip_high algo.dual_clip algo.sapo_tau_pos algo.sapo_tau_neg"
+SEVERAL = "algo.minibatches!=1 algo.epochs!=1"
+PHASES = "rollout.setup_timeout_s rollout.finalize_timeout_s rollout.score_timeout_s"
+EFFECTS = (
+    *LIVE_RELATIONS,
+    # The loss
+    "algo.gamma needs algo.kind=ppo,reinforce_pp: others have one advantage for all tokens of a turn",
+    "algo.lam needs algo.kind=ppo",
+    "algo.critic_lam needs critic.enabled",
+    "algo.sapo_tau_pos algo.sapo_tau_neg needs algo.loss=sapo algo.loss_fn",
+    "algo.clip_low algo.clip_high needs algo.loss!=sapo,reinforce",
+    f"algo.clip_low algo.clip_high needs algo.kind!={GIVEN}",
+    f"{RATIO_KEYS} needs algo.correction=auto,behaviour,none {SEVERAL} algo.loss_fn: its ratios are 1 with one update",
+    f"{RATIO_KEYS} needs algo.correction!=none algo.loss_fn: its ratios are 1",
+    "algo.tis_cap needs algo.correction=auto,decoupled,tis,icepop algo.weight_fn",
+    f"algo.tis_cap needs algo.correction!=auto {SEVERAL} algo.weight_fn: with one update a step auto weights nothing",
+    "algo.mis_level algo.mis_low needs algo.correction=mis,icepop algo.weight_fn",
+    "algo.mis_mode algo.mis_high needs algo.correction=mis algo.weight_fn",
+    "algo.reject_level needs algo.reject_high",
+    "algo.kl_in algo.kl_kind algo.kl_unbiased needs algo.kl_coef",
+    "algo.ref_timeout_s needs algo.ref_urls",
+    f"algo.reduction needs algo.kind!={PAIRS}: its loss is a mean over pairs",
+    "optimizer.min_lr_ratio optimizer.decay_steps needs optimizer.schedule!=constant",
+    "optimizer.wsd_decay needs optimizer.schedule=wsd",
+    # Generation and reward
+    f"rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.stop needs algo.kind!={GIVEN}",
+    f"{PHASES} needs rollout.workflow!={','.join(WORKFLOW_NAMES)}: they are of a workflow of your own",
+    f"rollout.max_turns needs rollout.workflow!={','.join(WORKFLOW_BUILTINS)},{AGENT_WORKFLOW}",
+    "reward.pattern needs reward.fn!=exact,numeric,math,f1,choice,workflow,judge,unit_tests: they look for none",
+    "reward.overlong_penalty needs reward.overlong_tokens",
+    "data.learn needs algo.kind=sft",
+    "judge.key_env needs judge.url",
+    "agent.workers needs agent.polls",
+    "agent.silence_s needs agent.polls agent.url",
+    "async.window needs async.policy=pace",
+    # Files, engines, devices
+    "trainer.async_save trainer.keep_every needs trainer.checkpoint_every",
+    "trainer.export_dtype needs trainer.export_at_end=true",
+    "monitor.samples_mb needs monitor.samples_per_step!=0",
+    "weights.bucket_mb needs weights.channel=auto,nccl,cuda_ipc",
+    "weights.join_s needs weights.channel=auto,nccl",
+    "engine.start_s engine.python needs roles.rollout.kind=sglang",
+    "memory.communicators memory.host_pool_gb memory.capacity_mb needs memory.share=switch",
+    "memory.reserve_mb memory.workspace_mb memory.switch_s needs memory.share=switch",
+)
+"""Keys that are allowed and do nothing without others: of files, which keep them for another try, and of live knobs."""
 
 
 class RunConfig(Section, frozen=True):
@@ -195,7 +253,7 @@ class RunConfig(Section, frozen=True):
         it can. Sections are checked as those of a file are, but for `FIRST_RELATIONS`."""
         new, conflicts = self.with_values(values), list[Conflict]()
         for section in dict.fromkeys(path.partition(".")[0] for path in values):
-            part = cast("Section", getattr(new, self._field_of(section)))
+            part = cast("Section", getattr(new, attribute_of(type(self), section)))
             try:
                 type(part).model_validate({name: getattr(part, name) for name in type(part).model_fields})
             except ValidationError as error:
@@ -212,12 +270,13 @@ class RunConfig(Section, frozen=True):
         new = self
         for path, value in values.items():
             section, _, key = path.partition(".")
-            name = self._field_of(section)
+            name = attribute_of(type(self), section)
             new = new.model_copy(update={name: getattr(new, name).model_copy(update={key: value})})
         return new
 
-    def _field_of(self, section: str) -> str:
-        return next(name for name, info in type(self).model_fields.items() if section == (info.alias or name))
+    def without_effect(self) -> Iterator[Conflict]:
+        """Each key that is set and does nothing, with what it would need."""
+        return relation_conflicts(self, EFFECTS)
 
     @property
     def policy_updates(self) -> int:

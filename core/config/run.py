@@ -41,6 +41,7 @@ from .section import (
     TextTuple,
     TopK,
     UnitFloat,
+    as_table,
     check_name_text,
     check_once,
     check_urls,
@@ -125,8 +126,10 @@ class MonitorSettings(Section, frozen=True):
                 near = nearest(name, self.sinks)
                 hint = f'; did you mean "{near}"?' if near else ""
                 yield Conflict("options", f'"{name}" is not among monitor.sinks{hint}')
-            elif not isinstance(table, dict):
+            elif (arguments := as_table(table)) is None:
                 yield Conflict("options", f'"{name}" must be a table of named arguments')
+            elif has_shell_variable(" ".join(f"={value}" for value in arguments.values())):
+                yield Conflict(f"options.{name}", "has a variable of the environment, which is not replaced")
 
 
 NO_DASHBOARD = -1

@@ -111,11 +111,17 @@ def value_at(section: Section, path: str) -> tuple[Any, object]:
     default: object = None
     for key in path.split("."):
         if isinstance(value, Section):
-            field = type(value).model_fields.get(key)
-            value, default = getattr(value, key), field.default if field else None
+            name = attribute_of(type(value), key)
+            value, default = getattr(value, name), value.default_of(name)
         else:
             value, default = value.get(key), None
     return value, default
+
+
+@cache
+def attribute_of(section: type[Section], key: str) -> str:
+    """The attribute that holds the key of a file."""
+    return next((name for name, info in section.model_fields.items() if info.alias == key), key)
 
 
 Meaning = Literal["path", "model", "sources", "code", "program"]
@@ -151,7 +157,7 @@ def check_name_text(text: str) -> str:
     if "\0" in text:
         raise ValueError("must not hold the character NUL")
     if has_shell_variable(text):
-        raise ValueError("has a variable of the environment, which is not replaced: write the path, or `~/...`")
+        raise ValueError("has a variable of the environment, which is not replaced: write what it stands for")
     return text
 
 
@@ -241,7 +247,7 @@ HTTP_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 def check_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     """Addresses of different servers; raises ValueError otherwise."""
-    for url in urls:
+    for url in map(check_name_text, urls):
         if not HTTP_URL.fullmatch(url):
             raise ValueError(f'"{url}" must look like http://host:port')
         try:
@@ -294,6 +300,11 @@ class Section(BaseModel, frozen=True):
     def conflicts(self) -> Iterator[Conflict]:
         """Further values of this section (or of the sections in it) that cannot go together."""
         return iter(())
+
+    def default_of(self, name: str) -> object:
+        """What a field would be if the file left it out; None for what is no field."""
+        field = type(self).model_fields.get(name)
+        return field.default if field else None
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:

@@ -137,6 +137,8 @@ def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
     num_updates, decay_steps = config.policy_updates, config.optimizer.decay_steps
     far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOCAL_HOSTS]
     return warnings(
+        *((True, key, f"has no effect: it {needs}", "leave it out, or set that too")
+          for key, needs in config.without_effect()),
         (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
          "= 0: a run that is killed cannot be resumed, and a trainer rank that dies throws training back to its start",
          "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),

@@ -198,10 +198,11 @@ def _add_migrate(parser: Parser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    from ..migration.run_file import migrate, section_of
+    from ...core.config.peers import lines_of
+    from ..migration.run_file import migrate
 
     if options.file is None:
-        print("\n".join(section_of(options.peer)))
+        print("\n".join(lines_of(options.peer)))
         return 0
     print(migrate(options.peer, options.file).text(), end="")
     return 0

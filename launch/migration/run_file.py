@@ -1,23 +1,22 @@
 """`myxa migrate`: arguments of another program -> a run file that loads, with a comment that says from where each value
-came, and lists of all the rest. What becomes of an argument is in `peers.table`."""
+came, and lists of all the rest. What becomes of an argument is in `core/config/peers.table`."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from ...core.config.loading import Finding, inspect_config, toml_value
+from ...core.config.peers import Peer, PeerRow, rows
 from .arguments import SECRET, ScriptArguments, has_gap, hidden, read_flags, read_hydra
 from .conversions import Hand, convert, scalar
 
-Peer = Literal["slime", "verl"]
 PROGRAMS = {
     "slime": re.compile(r"(^|/)train(_async)?\.py$"),
     "verl": re.compile(r"^(recipe|verl)\.[\w.]*(\bmain_(?!generation)\w+|_main)$|(^|/)main_ppo\w*\.py$"),
@@ -32,30 +31,6 @@ NEEDED = {"model.path": "model", "data.train": "train.jsonl"}
 """Key that a run file must have -> a name that stands for the user's."""
 GENERATES = ("rollout.", "roles.rollout.", "reward.", "async.", "memory.", "sglang.", "engine.", "weights.", "eval.")
 """Beginnings of keys that supervised training does not have."""
-
-
-class PeerRow(NamedTuple):
-    """One line of the table."""
-
-    only_if: str
-    names: tuple[str, ...]
-    key: str
-    how: str
-    defaults: tuple[str, ...]
-    remark: str
-
-
-def section_of(peer: Peer) -> list[str]:
-    """The table's lines about that program."""
-    text = (files("myxa.launch.migration") / "peers.table").read_text()
-    return text.partition(f"[{peer}]\n")[2].partition("\n[")[0].strip().splitlines()
-
-
-def rows(peer: Peer) -> Iterator[PeerRow]:
-    for line in section_of(peer):
-        names, key, how, defaults, remark = (cell.strip() for cell in line.split("|", 4))
-        only_if, _, names = names.rpartition("? ")
-        yield PeerRow(only_if, tuple(names.split()), key, how, tuple(defaults.split()), remark)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 from tests.knobs.coordinator_room import open_room
 
+from myxa.actors.knobs.owner import Knob
+from myxa.actors.trainer.knobs import STEP_TUNABLES
 from myxa.core.config import RunConfig
+from myxa.core.config.root import EFFECTS
+from myxa.core.config.section import Term, value_at
 
 REPLAYS = {
     "megatron": {"routing_replay": "rollout"},
@@ -64,8 +68,47 @@ def test_what_a_file_may_not_say_is_refused_in_a_live_run(
     assert named in said if named else not said, said
 
 
+ALONE: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, []),
+    ({"algo": {"gamma": 0.9}}, ["algo.gamma"]),
+    ({"algo": {"kind": "ppo", "gamma": 0.9, "lam": 0.95}}, []),
+    ({"algo": {"lam": 0.95}}, ["algo.lam"]),
+    ({"algo": {"sapo_tau_pos": 2.0}}, ["algo.sapo_tau_pos"]),
+    ({"algo": {"loss": "sapo", "sapo_tau_pos": 2.0, "clip_high": 0.3}}, ["algo.clip_high"]),
+    ({"algo": {"kind": "dapo", "loss": "sapo"}}, []),
+    ({"algo": {"correction": "tis", "tis_cap": 3.0, "clip_low": 0.1}}, ["algo.clip_low"]),
+    ({"algo": {"correction": "tis", "tis_cap": 3.0, "clip_low": 0.1, "epochs": 2}}, []),
+    ({"algo": {"tis_cap": 3.0}}, ["algo.tis_cap"]),
+    ({"algo": {"tis_cap": 3.0, "minibatches": 2}}, []),
+    ({"algo": {"kl_kind": "k1"}}, ["algo.kl_kind"]),
+    ({"algo": {"kl_kind": "k2", "kl_coef": 0.1}}, []),
+    ({"optimizer": {"decay_steps": 10, "wsd_decay": "cosine"}}, ["optimizer.decay_steps", "optimizer.wsd_decay"]),
+    ({"optimizer": {"decay_steps": 10, "schedule": "linear"}}, []),
+    ({"async": {"policy": "wait", "window": 3}}, ["async.window"]),
+    ({"eval": {"temperature": 0.5}}, ["eval.temperature"]),
+    ({"memory": {"switch_s": 60.0}}, ["memory.switch_s"]),
+    ({"algo": {"kind": "sft"}, "data": {"train": "d", "preset": "chat", "learn": "last"}, "rollout": {"top_p": 0.9}}, ["rollout.top_p"]),
+]  # fmt: skip
+
+
+def test_keys_that_do_nothing_without_others_are_told_with_those() -> None:
+    for more, keys in ALONE:
+        assert sorted(conflict.path for conflict in run_file(more).without_effect()) == keys, more
+    (gamma,) = run_file({"algo": {"gamma": 0.9}}).without_effect()
+    assert gamma.cause.startswith('needs algo.kind = "ppo" or "reinforce_pp"')
+    for line in EFFECTS:  # raises for a key that there is not
+        terms = line.partition(": ")[0].replace(" needs ", " ").split()
+        assert all(value_at(run_file({}), Term.parse(term).key) for term in terms)
+
+
 async def test_the_coordinator_asks_the_run_file(tmp_path: Path) -> None:
     async with open_room(tmp_path, file=run_file({})) as room:
         reply = await asyncio.wait_for(room.change(eval_every=3), 20)
         assert not reply.epoch and "eval.data" in reply.refused
         assert (await asyncio.wait_for(room.change(max_wall_s=3600.0), 20)).epoch
+        tunable = next(tunable for tunable in STEP_TUNABLES if tunable.name == "sapo_tau_pos")
+        room.trainer.knob_owner.add([Knob(tunable, lambda: 1.0, lambda value: None)])
+        reply = await asyncio.wait_for(room.change(sapo_tau_pos=2.0, dry_run=True), 20)
+        assert (reply.refused, reply.warnings) == ("", (
+            'sapo_tau_pos has no effect: it needs algo.loss = "sapo" or algo.loss_fn',
+        ))  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from myxa.core.config import RunConfig
+from myxa.core.config.peers import rows
 from myxa.core.config.section import Section
-from myxa.launch.migration.run_file import rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 SECTIONS = {field.alias or name: field.annotation for name, field in RunConfig.model_fields.items()}

@@ -226,7 +226,13 @@ MISTAKES: dict[str, str] = {
     f'{RECORDED}answer_key = "a"\n[algo]\nkind = "sft"\n': "5 data.preset",
     '[reward]\nfn = "recorded"\n': "6 reward.fn",
     '[roles.rollout]\nkind = "recorded"\n': "6 roles.rollout.kind",
-    "[optimizer]\nlearning_rate = 1e-4\n": "6 optimizer.learning_rate ! known: betas",
+    "[optimizer]\nlearning_rate = 1e-4\n": "6 optimizer.learning_rate ! here it is optimizer.lr",
+    "[algo]\nepsilon_high = 0.28\n": "6 algo.epsilon_high ! here it is algo.clip_high",
+    "[algo]\nmini-batch-size = 8\n": "6 algo.mini-batch-size ! here it is algo.minibatches (a number of updates, not a size)",
+    "[eval]\nn = 3\n": "6 eval.n ! here it is eval.num_samples",
+    "[wandb]\nproject = 3\n": "5 wandb ! here it is monitor.sinks",
+    '[engine]\nattach = ["http://${HOST}:1"]\n': "6 engine.attach ! variable of the environment",
+    '[monitor]\nsinks = ["wandb"]\n[monitor.options.wandb]\nproject = "${PROJECT}"\n': "7 monitor.options.wandb ! variable of the environment",
     "[algo]\nbatchsize = 8\n": "6 algo.batchsize ? batch_size",
     '[monitor]\ntensorboard = "no"\n': "6 monitor.tensorboard ! must be true or false",
     '[trainer]\nfreeze = ["("]\n': "6 trainer.freeze ! is not a regular expression",
@@ -396,6 +402,8 @@ def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
             for word in ("False", "TRUE")
         ),
         ("reward.args.strict=True", "write true or false in small letters, or the text in quotes"),
+        *((f"{key}=null", "TOML has no null: leave the key out") for key in ("trainer.resume", "reward.args.x")),
+        *((f"{key}=.5", "digits on both sides of its point") for key in ("optimizer.lr", "reward.args.x")),
         *(
             (f"{key}={text}", f'{key} = "{text}": has a variable')
             for key in ("data.train", "run.dir", "model.path")
@@ -428,6 +436,15 @@ def test_text_that_is_not_toml(tmp_path: Path) -> None:
     }.items():
         assert f"(it has {name})" in failure(tmp_path, f"[run]\n{text}\n")
     assert "it has" not in failure(tmp_path, "[run]\nx = .5 # \u00e9\n")
+    for value in (".5", "1.e-6", "042", "30s", "10%"):
+        assert failure(tmp_path, f"[run]\nx = {value}\n").endswith("or 1e-6, without a unit"), value
+    for value in ("None", "null"):
+        assert failure(tmp_path, f"[run]\nx = {value}\n").endswith("TOML has no null: leave the key out"), value
+    assert failure(tmp_path, "[run]\nx = True\n").endswith("true and false in small letters")
+    assert failure(tmp_path, f"lr = 1e-6\n{HEAD}").endswith("there is critic.lr and optimizer.lr")
+    (tmp_path / "run.yaml").write_text("model:\n  path: m\n")
+    with pytest.raises(ConfigError, match="`myxa migrate` makes one"):
+        load_config(tmp_path / "run.yaml")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

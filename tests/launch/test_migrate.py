@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from myxa.core.config import load_config
+from myxa.core.config.peers import Peer, rows
 from myxa.core.errors import ConfigError
 from myxa.launch.cli import main
-from myxa.launch.migration.run_file import Migration, Peer, migrate, rows
+from myxa.launch.migration.run_file import Migration, migrate
 
 SLIME = """\
 BASE=/data

@@ -73,9 +73,9 @@ def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch:
     module.teardown = lambda: None
     monkeypatch.setitem(sys.modules, "wandb", module)
     told = write_twice(tmp_path, "wandb", {"project": "sorting"})
-    assert [(one["project"], one["id"], one["mode"]) for one in begun] == [
-        ("sorting", None, "offline"), ("sorting", "w1", "offline"),
-    ], "offline unless it is asked for"  # fmt: skip
+    assert [(one["project"], one["id"], one["mode"], one["group"]) for one in begun] == [
+        ("sorting", None, "offline", tmp_path.name)
+    ] * 2, "offline unless it is asked for; an upload of the same id would replace the first part"
     assert config == SETTINGS
     assert len(rows) == 12 and rows[2].items() >= {"train/loss": 0.5, "step": 1}.items()
     assert rows[3].items() >= {"rollout.1/running": 7.0, "step": 1}.items(), "at the newest step"
@@ -84,6 +84,12 @@ def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch:
     (tmp_path / "other").mkdir()
     write_twice(tmp_path / "other", "wandb", {})
     assert (begun[-1]["project"], begun[-1]["tags"]) == ("of-the-cluster", None), "as W&B's own variables say"
+    (tmp_path / "online").mkdir()
+    write_twice(tmp_path / "online", "wandb", {"mode": "online"})
+    assert [(one["id"], one["resume"], one["group"]) for one in begun[-2:]] == [
+        (None, None, None),
+        ("w1", "allow", None),
+    ]
 
 
 def with_mlflow(monkeypatch: pytest.MonkeyPatch, client: Library) -> None:
