@@ -202,15 +202,28 @@ async def test_a_commit_pauses_loads_verifies_and_resumes_also_after_a_refusal(f
         assert (await engine.info()).version == 3
 
 
+async def test_a_server_started_with_dummy_weights_reads_folders_all_the_same(folders):
+    for started, told in (("dummy", "auto"), ("auto", None), ("flash_rl", None)):
+        async with connected(facts={"context_length": 128, "load_format": started}) as (engine, server):
+            await give(engine, 3, folders[0])
+            ((_, body),) = server.asked("/update_weights_from_disk")
+            assert body.get("load_format") == told
+
+
 async def test_a_server_whose_weights_may_be_torn_serves_nothing_until_the_next_version(folders):
     """It is paused, and its health is silent."""
+    rolled_back = {"success": False, "message": "Failed to update weights: no.\nRolling back to original weights."}
     async with connected(options(health_every_s=0.02, lost_after_s=0.1)) as (engine, server):
-        server.update_answer = (500, {})
-        with pytest.raises(EngineError, match="answered 500"):
-            await give(engine, 4, folders[0])
-        assert server.is_paused
-        with pytest.raises(EngineError, match="version 4 was being loaded and did not arrive whole"):
-            await collect(engine, ask("r1", 3, max_new_tokens=5))
+        for server.update_answer, says in (
+            ((500, {}), "answered 500"),
+            ((400, rolled_back), "refused weight version 4"),
+        ):
+            with pytest.raises(EngineError, match=says) as caught:
+                await give(engine, 4, folders[0])
+            assert not isinstance(caught.value, WeightsRefused), "SGLang reads the new folder again to roll back"
+            assert server.is_paused
+            with pytest.raises(EngineError, match="version 4 was being loaded and did not arrive whole"):
+                await collect(engine, ask("r1", 3, max_new_tokens=5))
         await watched_without_health(engine, server)
         assert "/generate" not in server.paths()
         server.update_answer = None

@@ -141,6 +141,19 @@ def test_servers_that_would_answer_with_older_weights_are_refused_launched_and_a
     IS_FROZEN.reset(token)
 
 
+def test_replicas_in_one_server_get_no_weights_from_devices():
+    for channel, facts, is_refused in (
+        ("nccl", {"dp_size": 2}, True), ("cuda_ipc", {"dp_size": 2, "enable_dp_attention": False}, True),
+        ("disk", {"dp_size": 2}, False), ("", {"dp_size": 2}, False), ("nccl", {"dp_size": 1}, False),
+        ("nccl", {"dp_size": 2, "enable_dp_attention": True}, False), ("nccl", {}, False),
+    ):  # fmt: skip
+        if is_refused:
+            with pytest.raises(ConfigError, match=f"with dp_size = 2: .*{channel}.*into one replica"):
+                SglangNeeds(channel=channel).check(facts, "http://h:1")
+        else:
+            SglangNeeds(channel=channel).check(facts, "http://h:1")
+
+
 def test_a_server_that_sets_sampling_parameters_by_itself_is_refused():
     harmless = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     for preferred in (None, {}, harmless):

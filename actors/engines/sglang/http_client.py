@@ -40,6 +40,8 @@ class SglangHttp:
         self._name = name
         self.call_s = call_s
         self._session: aiohttp.ClientSession | None = None
+        self.facts: Mapping[str, Any] = {}
+        """Of `/server_info`, once they were checked."""
         self.explain: Callable[[EngineError], Awaitable[MyxaError]] | None = None
         """What to raise for a call that got no answer, instead of the error itself."""
         self.aim(url, admin_key)
@@ -99,11 +101,13 @@ class SglangHttp:
         """What `/server_info` says. Raises EngineError for what is no SGLang server, or one of another model."""
         model, facts = await self.answer(MODEL_ROUTE, self.call_s), await self.answer(FACTS_ROUTE, self.call_s)
         self._refuse(*attach_fault(model, facts, model_type, tells_experts=tells_experts))
-        return facts.value
+        self.facts = facts.value
+        return self.facts
 
     def _refuse(self, fault: str, remedy: str) -> None:
         if fault:
-            raise EngineError(f"{self.place}: {fault}", remedy=remedy)
+            hint = "; leave /v1 out" if self.url.endswith("/v1") else ""
+            raise EngineError(f"{self.place}: {fault}", remedy=remedy + hint)
 
     async def answer(self, route: str, within_s: float) -> ServerAnswer:
         try:

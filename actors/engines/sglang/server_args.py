@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -208,12 +208,7 @@ class SglangNeeds:
                 f"{place}: was started without --enable-deterministic-inference, so requests' seeds mean nothing to it",
                 remedy="start it with that, or set rollout.deterministic = false",
             )
-        preferred = facts.get("preferred_sampling_params")
-        names = set(cast("dict[str, Any]", preferred)) - set(ALWAYS_SAID) if isinstance(preferred, dict) else ()
-        wrong = {name: why for name, why in NOT_UPDATED.items() if self.channel and not is_off(name, facts.get(name))}
-        if names:
-            wrong["preferred_sampling_params"] = f"it would set {', '.join(sorted(names))} of requests that say none"
-        for name, why in wrong.items():
+        for name, why in self._arguments_against(facts):
             raise ConfigError(
                 f"{place}: was started with {name} = {facts[name]}: {why}",
                 remedy=f"start it without --{name.replace('_', '-')}",
@@ -241,6 +236,19 @@ class SglangNeeds:
                 f"{place}: cannot hold the run's adapters",
                 remedy=f'start it with {expected}, or set lora.rollout = "merged"',
             )
+
+    def _arguments_against(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """ServerArgs that the run does not go with, and why."""
+        preferred, replicas = facts.get("preferred_sampling_params"), facts.get("dp_size")
+        names = set(cast("dict[str, Any]", preferred)) - set(ALWAYS_SAID) if isinstance(preferred, dict) else ()
+        if names:
+            yield "preferred_sampling_params", f"it would set {', '.join(sorted(names))} of requests that say none"
+        if not self.channel:
+            return
+        yield from ((name, why) for name, why in NOT_UPDATED.items() if not is_off(name, facts.get(name)))
+        is_written = self.channel in WRITTEN_CHANNELS or facts.get("enable_dp_attention")
+        if not is_written and isinstance(replicas, int) and replicas > 1:
+            yield "dp_size", f'SGLang takes weights from devices (weights.channel = "{self.channel}") into one replica'
 
 
 NO_NEEDS = SglangNeeds()

@@ -117,6 +117,8 @@ class FolderRoute:
         version (`wire.request_body`)."""
         self.beacon.step(f"the server reads {manifest.location}", is_counted=False)
         body = {"model_path": manifest.location, "weight_version": str(manifest.version), "flush_cache": False}
+        if self._server.facts.get("load_format") == "dummy":  # as it was started, and else as it reads folders
+            body["load_format"] = "auto"
         try:
             answer = await self._server.post("/update_weights_from_disk", body)
         except RequestRefused as err:
@@ -125,9 +127,11 @@ class FolderRoute:
             raise self._refused(manifest, str(answer.get("message")))
         return announces(answer, manifest.version)
 
-    def _refused(self, manifest: WeightManifest, why: str) -> WeightsRefused:
-        """SGLang says no when it has put its old weights back."""
-        return WeightsRefused(
+    def _refused(self, manifest: WeightManifest, why: str) -> EngineError:
+        """SGLang 0.5.17 says so before it loads anything, or after it has read the new folder a second time, to put
+        its old weights back."""
+        kind = EngineError if "Failed to update weights" in why else WeightsRefused
+        return kind(
             f"{self._server.place}: refused weight version {manifest.version}: {why}", remedy="see the server's log"
         )
 
