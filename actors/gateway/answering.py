@@ -28,15 +28,16 @@ def fault_body(path: str, fault: RequestFault) -> dict[str, Any]:
     return (anthropic_fault if path.startswith(AnthropicMessage.path) else openai_fault)(fault)
 
 
-def models(is_anthropic: bool, others: Iterable[str] = ()) -> dict[str, Any]:
-    """What `/v1/models` lists: the policy, and the models of the run's own."""
-    names = (MODEL, *others)
+def models(path: str, is_anthropic: bool, others: Iterable[str] = ()) -> dict[str, Any]:
+    """What `/v1/models` lists, the policy and the models of the run's own; or a model, of any name as in requests."""
+    name = path.removeprefix(MODELS_PATH).strip("/")
+    names = (name,) if name else (MODEL, *others)
     if is_anthropic:
         began = "1970-01-01T00:00:00Z"
-        rows = [{"type": "model", "id": name, "display_name": name, "created_at": began} for name in names]
-        return {"data": rows, "has_more": False, "first_id": MODEL, "last_id": names[-1]}
-    data = [{"id": name, "object": "model", "created": 0, "owned_by": "myxa"} for name in names]
-    return {"object": "list", "data": data}
+        rows = [{"type": "model", "id": model, "display_name": model, "created_at": began} for model in names]
+        return rows[0] if name else {"data": rows, "has_more": False, "first_id": MODEL, "last_id": names[-1]}
+    data = [{"id": model, "object": "model", "created": 0, "owned_by": "myxa"} for model in names]
+    return data[0] if name else {"object": "list", "data": data}
 
 
 class _Named(msgspec.Struct):

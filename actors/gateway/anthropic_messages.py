@@ -36,6 +36,8 @@ _TYPES = {
 def anthropic_fault(fault: RequestFault) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
     text = fault.text if fault.text.startswith(fault.param or "") else f"{fault.param}: {fault.text}"
+    if fault.kind == "too-long":  # words by which Claude Code knows that it has to shorten the conversation
+        text = f"prompt is too long: {fault.text}"
     details = {"details": {"error_code": fault.code}} if fault.code else {}
     kind = _TYPES.get(fault.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": text, **details}}
@@ -245,9 +247,9 @@ class AnthropicMessage(Exchange):
 
 def stop_reason(answer: Answer) -> str:
     """Why the turn ended, in Anthropic's words."""
-    if answer.text.calls:
-        return "tool_use"
-    return "stop_sequence" if answer.stop else "max_tokens" if answer.finish == "length" else "end_turn"
+    if answer.finish == "length":
+        return "max_tokens"
+    return "tool_use" if answer.text.calls else "stop_sequence" if answer.stop else "end_turn"
 
 
 def _event(kind: str, **data: Any) -> str:

@@ -117,8 +117,8 @@ class SessionClients:
 
         path, status = request.url.path, 200
         try:
-            if path == MODELS_PATH:
-                data = models("anthropic-version" in request.headers, self.models)
+            if path.startswith(MODELS_PATH):
+                data = models(path, "anthropic-version" in request.headers, self.models)
             elif path == COUNT_PATH:
                 data = num_tokens(body, session_of(body, self.session, self.models))
             else:

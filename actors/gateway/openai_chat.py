@@ -330,7 +330,7 @@ def json_text(arguments: dict[str, Any]) -> str:
 
 def finish_of(answer: Answer) -> str:
     """Why a turn of a chat ended."""
-    return "tool_calls" if answer.text.calls else answer.finish
+    return "tool_calls" if answer.text.calls and answer.finish == "stop" else answer.finish
 
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, int]:

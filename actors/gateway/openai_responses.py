@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -26,6 +28,7 @@ from .exchange import (
 from .openai_chat import json_text, openai_fault
 from .session import AgentSession, Answer, RequestFault, TurnRequest
 
+_log = logging.getLogger(__name__)
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 
@@ -46,11 +49,11 @@ class InputItem(msgspec.Struct):
 _NEEDED = {"message": ("role", "content"), "function_call": ("name",), "function_call_output": ("output",)}
 
 
-class FunctionTool(msgspec.Struct):
-    """A tool that the model may call."""
+class Tool(msgspec.Struct):
+    """A tool that the model may call, if it is a function. Codex always names others, such as web_search."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -75,7 +78,7 @@ class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -84,6 +87,7 @@ class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     text: TextSettings | None = None
     include: list[str] | None = None
     # without effect on what is drawn
+    client_metadata: Any = None
     stream_options: Any = None
     truncation: Any = None
     reasoning: Any = None
@@ -118,6 +122,22 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
     return messages
 
 
+def read_functions(tools: Sequence[Tool]) -> list[Tool]:
+    """Raises RequestFault for one without a name."""
+    for number, tool in enumerate(tools):
+        if tool.type == "function":
+            check_has(tool, ("name",), f"tools[{number}]")
+        else:
+            _warn_of_left_out(tool.type)
+    return [tool for tool in tools if tool.type == "function"]
+
+
+@lru_cache(maxsize=64)
+def _warn_of_left_out(kind: str) -> None:
+    """Once."""
+    _log.warning("a client's tools of type %s are left out: the model is shown functions alone", kind)
+
+
 class Response(Exchange):
     """A conversation, or what follows an earlier answer, and the next turn."""
 
@@ -140,11 +160,12 @@ class Response(Exchange):
                 reason = f"no response {body.previous_response_id} was given in this session"
                 raise RequestFault("not-found", reason, param="previous_response_id")
             before = session.conversations[body.previous_response_id]
+        self._tools = read_functions(body.tools or ())
         instructions = (Message(role="system", content=body.instructions),) if body.instructions else ()
         self._session, self._messages = session, checked_messages([*before, *read_items(body.input)])
         self.request = TurnRequest(
             messages=(*instructions, *self._messages),
-            tools=tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()),
+            tools=tuple(function_tool(str(tool.name), tool.description, tool.parameters) for tool in self._tools),
             may_call=body.tool_choice != "none",
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
@@ -175,7 +196,7 @@ class Response(Exchange):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "error": None,
             "instructions": body.instructions, "previous_response_id": body.previous_response_id,
             "output": [] if answer is None else list(self._items(answer)),
-            "tools": msgspec.to_builtins(body.tools or []), "tool_choice": body.tool_choice or "auto",
+            "tools": msgspec.to_builtins(self._tools), "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature, "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "usage": usage,

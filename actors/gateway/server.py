@@ -230,7 +230,7 @@ class Gateway:
         for path in PATHS:
             self.app.router.add_post(path, self._answer)
         self.app.router.add_post(COUNT_PATH, self._count)
-        self.app.router.add_get(MODELS_PATH, self._models)
+        self.app.router.add_get(f"{MODELS_PATH}{{name:(/.+)?}}", self._models)
         self.app.router.add_get("/v1/session", self._task)
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_post("/v1/session/end", self._end)
@@ -422,7 +422,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         async with self._session(request) as rollout:
-            return json_response(models("anthropic-version" in request.headers, rollout.models))
+            return json_response(models(request.path, "anthropic-version" in request.headers, rollout.models))
 
     async def _task(self, request: web.Request) -> web.Response:
         rollout = self._find_rollout(request)

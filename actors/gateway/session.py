@@ -33,7 +33,7 @@ from ...core.protocols import Delta, Tokenizer
 from ...core.samples import Message, Prompt, Sample
 from ...core.sampling import sampling_fault
 from ..workflows.episode import Episode, Turn
-from ..workflows.turn_renderer import begins_in_thought
+from ..workflows.turn_renderer import ANSWER, QUESTION, begins_in_thought, between
 from .turn_text import ToolForm, TurnText, cut_at, form_of, read_turn, without_begun
 
 HALF = "\N{REPLACEMENT CHARACTER}"
@@ -287,7 +287,12 @@ class AgentSession:
         """Raises RequestFault for one too large for any prompt: others would wait while it is made tokens of."""
         most = BYTES_BESIDE + BYTES_A_TOKEN * self._root.context_length
         if num_bytes > most:
-            raise RequestFault("too-long", f"the request has {num_bytes} bytes; this context is for {most} at most")
+            raise self._too_long(f"the request has {num_bytes} bytes, the context is for {most} at most")
+
+    def _too_long(self, reason: str) -> RequestFault:
+        """In OpenAI's words, by which LiteLLM and agents know that they have to shorten the conversation."""
+        head = f"this model's maximum context length is {self._root.context_length} tokens"
+        return RequestFault("too-long", f"{head}: {reason}", param="messages")
 
     def num_tokens(self, request: TurnRequest) -> int:
         """Of the prompt, if nothing of it was said here. Raises RequestFault."""
@@ -298,8 +303,11 @@ class AgentSession:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
 
     def _templated(self, request: TurnRequest) -> tuple[Message, ...]:
-        """The messages as the template takes them: without thoughts, if it writes none; with calls as it wants them."""
+        """The messages as the template takes them: its form of calls, no thoughts or later system messages if it writes
+        none."""
         messages = request.messages
+        if not writes_later_systems(self._tokenizer):
+            messages = _with_one_system(messages)
         if not writes_thoughts(self._tokenizer, bool(request.tools)):
             messages = tuple(replace(message, extra={}) for message in messages)
         if not _render_call(self._tokenizer)[1]:
@@ -351,7 +359,7 @@ class AgentSession:
             if request.text is not None:
                 return self._begin_line(replace(self._root.prompt, messages=(), tools=()), request.text), None
             history, messages = self._find_history(request), self._templated(request)
-            new_messages = messages[history.num_messages :]
+            new_messages = messages[len(messages) - len(request.messages) + history.num_messages :]
             if history.places and not new_messages:
                 reason = "the last message is the model's own turn, which has ended: append one"
                 raise RequestFault("invalid", reason, param="messages")
@@ -361,12 +369,11 @@ class AgentSession:
             place = max(history.places, key=lambda place: place.is_delivered)
             ids = place.line.episode.reply_ids(new_messages, place.num_turns)
             if ids is None:
-                reason = "the conversation leaves no room for an answer in the context"
-                raise RequestFault("too-long", reason, param="messages")
+                raise self._too_long("the conversation leaves no room for an answer")
             line = self._continue_line(place, params)
             line.episode.append_reply(new_messages, ids)
         except PromptTooLong as error:
-            raise RequestFault("too-long", error.message, param="messages") from error
+            raise self._too_long(error.message) from error
         except (DataError, TemplateError, UserCodeError) as error:
             raise RequestFault("invalid", f"{error.message}: {error.remedy}", param="messages") from error
         return line, history
@@ -614,6 +621,30 @@ def writes_thoughts(tokenizer: Tokenizer, has_tools: bool) -> bool:
         tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,) if has_tools else ())
         return True
     return False
+
+
+@lru_cache(maxsize=8)
+def writes_later_systems(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template writes a system message where it stands, if that is not the first place."""
+    system = Message(role="system", content=ANSWER)
+    with contextlib.suppress(TemplateError):
+        render = partial(tokenizer.render_text, add_generation_prompt=True)
+        between(render, (system,), "", (system, QUESTION))
+        return True
+    return False
+
+
+def _with_one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Those behind the first one are joined to it, later ones are a user's."""
+    head = list(itertools.takewhile(lambda message: message.role == "system", messages))
+    behind = [
+        replace(message, role="user", content=f"<system>{message.content}</system>")
+        if message.role == "system"
+        else message
+        for message in messages[len(head) :]
+    ]
+    joined = [replace(head[0], content="\n\n".join(message.content for message in head))] if head else []
+    return (*joined, *behind)
 
 
 def _digest(before: bytes, what: object) -> bytes:

@@ -67,7 +67,11 @@ TextParameters = Mapping[tuple[str, str], bool]
 """By functions and their parameters that are texts: whether they may be null instead."""
 _Reader = Callable[[str, TextParameters], Sequence[ToolCall]]
 """Of what stands between the marks of a call. Raises ValueError, msgspec.MsgspecError."""
-_table = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def _table(text: str) -> dict[str, Any]:
+    """Of arguments; none are often written as nothing. Raises msgspec.MsgspecError."""
+    return msgspec.json.decode(text, type=dict[str, Any] | None) or {} if text.strip() else {}
 
 
 def _json_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:

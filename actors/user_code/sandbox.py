@@ -31,6 +31,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
 from typing import Protocol
 
 from ...core.config.run import SandboxName
@@ -258,10 +259,23 @@ def _num_tasks(user: int) -> int:
 def _visible(job: Job) -> list[str]:
     """What is there of it, and not in the scratch folder."""
     paths = {*SYSTEM, sys.base_prefix, sys.prefix, *job.visible} - {"/"}
+    paths |= {os.path.realpath(path) for path in (sys.base_prefix, sys.prefix)}  # uv's interpreters have linked folders
+    if sys.prefix in job.visible:
+        paths |= _linked_packages()
     if "/" in job.visible:
         paths.update(str(path) for path in Path("/").iterdir() if path.name not in HIDDEN)
         paths.add(os.path.realpath(NAMES))
     return sorted(path for path in paths if os.path.lexists(path) and paths.isdisjoint(map(str, Path(path).parents)))
+
+
+@functools.cache
+def _linked_packages() -> frozenset[str]:
+    """Where installed packages are of which there are links alone: in uv's cache, or another environment."""
+    return frozenset(
+        str(path.resolve().parents[1])
+        for folder in {get_path("purelib"), get_path("platlib")}
+        for path in Path(folder).glob("*.dist-info/METADATA")
+    )
 
 
 class RlimitsSandbox(ProcessSandbox):

@@ -24,6 +24,7 @@ from myxa.actors.user_code.sandbox import (
     Job,
     JobEnd,
     Limits,
+    _linked_packages,
     file_out,
     namespaces_trouble,
     sandbox,
@@ -150,6 +151,27 @@ async def test_what_is_visible_can_be_read_and_not_changed(name: SandboxName, tm
     code = "print(open('file').read())\ntry: open('other', 'w')\nexcept OSError as error: print(error.errno)"
     end = await ran(name, tmp_path / "scratch", code, folder=str(shown), visible=(str(shown),))
     assert end.output == "text\n30\n"
+
+
+@with_namespaces
+async def test_an_interpreter_and_packages_that_are_links_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As uv makes them: a minor version's folder, and files in its cache (UV_LINK_MODE=symlink)."""
+    alias, site, cache = tmp_path / "python", tmp_path / "site", tmp_path / "cache"
+    alias.symlink_to(sys.base_prefix)
+    (cache / "one-1.dist-info").mkdir(parents=True)
+    (site / "one-1.dist-info").mkdir(parents=True)
+    for name, text in (("one.py", "said = 'one'"), ("one-1.dist-info/METADATA", "Name: one")):
+        (cache / name).write_text(text)
+        (site / name).symlink_to(cache / name)
+    monkeypatch.setattr(sys, "base_prefix", str(alias))
+    monkeypatch.setattr("myxa.actors.user_code.sandbox.get_path", lambda name: str(site))
+    _linked_packages.cache_clear()
+    code = f"import sys; sys.path.append({str(site)!r}); import one; print(one.said)"
+    end = await ran("bubblewrap", tmp_path / "scratch", code, visible=(sys.prefix, str(site)))
+    _linked_packages.cache_clear()
+    assert end.output == "one\n"
 
 
 @with_namespaces

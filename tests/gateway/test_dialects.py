@@ -67,6 +67,11 @@ async def door() -> AsyncGenerator[Door]:
 async def test_openai_chat(door: Door) -> None:
     chat = door.openai.chat.completions
     assert [one.id async for one in door.openai.models.list()] == ["policy"]
+    assert (
+        (await door.openai.models.retrieve("org/any")).id
+        == (await door.anthropic.models.retrieve("org/any")).id
+        == "org/any"
+    )
     first = await chat.create(model="any", messages=ASKS, tools=CHAT_TOOLS, logprobs=True)
     choice = first.choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -281,6 +286,46 @@ async def test_openai_responses(door: Door) -> None:
     assert kinds[0] == "response.created"
     assert kinds[-1] == "response.completed"
     assert door.num_samples() == 2
+
+
+async def test_a_turn_that_was_cut_off_behind_a_call_says_so(door: Door) -> None:
+    size = len(door.says.tokenizer.encode(f"{CALL}\n{CALL}")) - 3
+    whole = await door.openai.chat.completions.create(model="any", messages=CITIES, tools=CHAT_TOOLS, max_tokens=size)
+    choice = whole.choices[0]
+    assert (choice.finish_reason, len(choice.message.tool_calls or ())) == ("length", 1)
+    said = await door.anthropic.messages.create(model="any", max_tokens=size, messages=CITIES, tools=CLAUDE_TOOLS)
+    assert (said.stop_reason, [one.type for one in said.content]) == ("max_tokens", ["text", "tool_use"])
+
+
+async def test_codex(door: Door) -> None:
+    """Its requests name tools of OpenAI's own servers, and what they are for."""
+    developer: Any = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]}
+    asks: Any = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]}
+    body: dict[str, Any] = {
+        "model": "any", "instructions": "You are Codex.", "input": [developer, asks], "tool_choice": "auto",
+        "tools": [*FLAT_TOOLS, {"type": "web_search", "external_web_access": False}, {"type": "tool_search"}],
+        "parallel_tool_calls": True, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False, "stream": False,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "client_metadata": {"x-codex": "1"},
+    }  # fmt: skip
+    response: Any = await door.openai.post("/responses", cast_to=object, body=body)
+    assert [one["type"] for one in response["output"]] == ["message", "function_call"]
+    assert [tool["name"] for tool in response["tools"]] == ["weather"]
+    prompt = door.says.tokenizer.decode(door.says.prompts[0], skip_special=False)
+    assert "web_search" not in prompt and prompt.index("You are Codex.") < prompt.index("be brief")
+    with pytest.raises(openai.BadRequestError, match=r"tools\[1\]\.name is missing"):
+        await door.openai.post(
+            "/responses", cast_to=object, body={**body, "tools": [*FLAT_TOOLS, {"type": "function"}]}
+        )
+
+
+async def test_a_conversation_that_is_too_long_is_refused_in_words_that_clients_know(door: Door) -> None:
+    """LiteLLM and Claude Code read the text: they shorten the conversation."""
+    long: Any = [{"role": "user", "content": "long " * 3000}]
+    with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 8192 tokens") as caught:
+        await door.openai.chat.completions.create(model="any", messages=long)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
+        await door.anthropic.messages.create(model="any", max_tokens=5, messages=long)
 
 
 async def test_anthropic(door: Door) -> None:

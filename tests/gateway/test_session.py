@@ -240,6 +240,44 @@ async def test_calls_of_a_template_that_takes_arguments_as_a_text() -> None:
     assert 'find\n```json\n{"q":"7"}\n```' in says.tokenizer.decode(says.prompts[2], skip_special=False)
 
 
+class Systems(ChatModel):
+    """Qwen3.5 refuses a system message that is not the first one, Gemma 3 leaves it out."""
+
+    def tokenizer(self, **arguments: Any) -> FolderTokenizer:
+        source, later = (TEMPLATES / "qwen2_5.jinja").read_text(), "message.role == 'system' and not loop.first"
+        wrong = "{{ raise_exception('System message must be at the beginning.') }}" if self.name == "strict" else ""
+        source = source.replace(f"({later})", "false").replace(
+            "{%- if message.role == 'user'", f"{{%- if {later} %}}{wrong}{{%- elif message.role == 'user'"
+        )
+        return tokenizer_of(ChatTemplate(source, self.name, {}), self.marks, self.ends)
+
+
+@pytest.mark.parametrize("name", ["strict", "drops", "qwen2_5"])
+async def test_system_messages_behind_the_first_one_are_written(name: str) -> None:
+    """Codex sends two of them, Claude Code one behind the first question."""
+    model = QWEN2_5 if name == "qwen2_5" else Systems(name, QWEN2_5.marks, QWEN2_5.ends, (), {})
+    says = Says(model, lambda prompt: "yes")
+    session = session_of(says).session
+    rules = (Message(role="system", content="one"), Message(role="system", content="two"), *USER)
+    first = await told(session, *rules, Message(role="system", content="three"))
+    history = (*rules, Message(role="system", content="three"), first.message())
+    await told(session, *history, Message(role="system", content="four"), user("more"))
+    parts = [
+        part.rstrip() for part in says.tokenizer.decode(says.prompts[1], skip_special=False).split("<|im_start|>")[1:]
+    ]
+    as_they_stand = name == "qwen2_5"
+    assert [part.removesuffix("<|im_end|>") for part in parts] == [
+        *(("system\none", "system\ntwo") if as_they_stand else ("system\none\n\ntwo",)),
+        "user\nhi",
+        "system\nthree" if as_they_stand else "user\n<system>three</system>",
+        "assistant\nyes",
+        "system\nfour" if as_they_stand else "user\n<system>four</system>",
+        "user\nmore",
+        "assistant",
+    ]
+    assert (session.counts["continued"], len(session.samples())) == (1, 1)
+
+
 class UnknownForm(ChatModel):
     """A family whose calls stand in marks of its own."""
 

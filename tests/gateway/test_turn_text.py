@@ -17,6 +17,14 @@ MINIMAX = '<minimax:tool_call>\n<invoke name="find">\n<parameter name="q">a</par
 KIMI = '<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{"q": "a"}<|tool_call_end|><|tool_calls_section_end|>'
 FIND = ToolCall("find", {"q": "a"})
 
+WITHOUT_ARGUMENTS: list[tuple[ToolForm, str, str]] = [
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', ""),
+    ("deepseek", "<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>", ""),
+    ("mistral", "[TOOL_CALLS]now[ARGS]", ""),
+    ("kimi", "<|tool_call_begin|>now<|tool_call_argument_begin|><|tool_call_end|>", "now"),
+]
 CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("hermes", "Hello", TurnText(content="Hello")),
     ("hermes", f"Look.\n{HERMES}", TurnText(content="Look.", calls=(FIND,))),
@@ -57,6 +65,7 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("mistral", 'x[TOOL_CALLS]find[ARGS]{"q": "a"}[TOOL_CALLS]find[CALL_ID]abcdefgh1[ARGS]{}',
      TurnText(content="x", calls=(FIND, ToolCall("find", {}, "abcdefgh1")))),
     ("mistral", "[TOOL_CALLS]find", TurnText(content="[TOOL_CALLS]find", is_malformed=True)),
+    *((form, text, TurnText(calls=(ToolCall("now", {}, number),))) for form, text, number in WITHOUT_ARGUMENTS),
     ("hermes", "<think>cut off", TurnText("cut off")),
     ("hermes", "a < b and <tool is a word", TurnText(content="a < b and <tool is a word")),
 ]  # fmt: skip

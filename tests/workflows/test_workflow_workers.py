@@ -122,6 +122,7 @@ async def play(ctx, prompt):
     env.episode = ctx.episode
     mode = modes[ctx.index] if ctx.index < len(modes) and ctx.attempt < prompt.metadata["times"] else ""
     try:
+        note("step", ctx.session_id)
         await env.step(mode)
     finally:
         note("close", ctx.session_id, ctx.attempt)
@@ -554,13 +555,12 @@ async def test_d04_teardown_runs_when_the_actor_ends_and_when_a_group_is_given_u
     """While it waits for the environment, the load says where."""
     async with bench(flows, model, "play") as made:
         first = asyncio.ensure_future(made.run(2, ["hang"] * 2))
-        await until(lambda: (0, 2, "Env.step (flows.py)") in made.loads)
+        await until(lambda: (0, 2, "Env.step (flows.py)") in made.loads and made.log().count("step r1.5.0") == 1)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        made.loads.clear()
         second = asyncio.ensure_future(made.run(1, ["hang"]))
-        await until(lambda: (0, 1, "Env.step (flows.py)") in made.loads)
+        await until(lambda: made.log().count("step r1.5.0") == 2)
         await made.pool.close()
         with pytest.raises((MemberFailed, UserCodeError)):
             await second
