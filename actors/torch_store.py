@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
@@ -12,6 +13,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 LOOPBACK_INTERFACE = "lo"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _BACKLOG = 4096
+_FAR = ("192.0.2.1", "2001:db8::1")
+"""Addresses that no host has."""
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
@@ -50,6 +53,17 @@ def own_address_towards(address: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """This host's address for others: what its name means or, where that is loopback (Debian's 127.0.1.1), that of the
+    interface by which far networks are reached. Raises OSError."""
+    for place in (socket.gethostname(), *_FAR):
+        with suppress(OSError):
+            address = own_address_towards(place)
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+    raise OSError("this host has no address but loopback")
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -321,8 +322,9 @@ class WeightGroups:
         cancel = self._cancel_events[name] = threading.Event()
 
         def build() -> ChannelGroup:
-            store = find_store(address, body["master_port"], size, GROUP_S)
-            group = ChannelGroup.join(store, name, rank, size, torch.device("cpu"), GROUP_S, address=address)
+            host = urlsplit(f"tcp://{address}").hostname or ""  # SGLang puts the address into such a URL
+            store = find_store(host, body["master_port"], size, GROUP_S)
+            group = ChannelGroup.join(store, name, rank, size, torch.device("cpu"), GROUP_S, address=host)
             if cancel.is_set():
                 group.abort()
             return group

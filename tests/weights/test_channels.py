@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import signal
 import subprocess
@@ -16,10 +17,12 @@ import pytest
 import torch
 from tests.harness.commands import Command
 
+from myxa.actors.torch_store import find_store, own_address_towards
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
 from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
+from myxa.transport.address import in_url
 
 MEMBER = Path(__file__).with_name("sglang_member.py")
 TENSORS = [(f"model.layers.{n}.mlp.up_proj.weight", torch.full((300, 100), n, dtype=torch.bfloat16)) for n in range(5)]
@@ -34,9 +37,12 @@ def sender() -> Iterator[DeviceWeightSender]:
     made.close()
 
 
-def join(sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: float = 30):
+def join(
+    sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: float = 30, *, engine_host: str = "127.0.0.1",
+    asker_host: str = boot_id(),
+):  # fmt: skip
     request = JoinRequest(
-        channel=name, engine="the engine", num_ranks=num_ranks, engine_host="127.0.0.1", asker_host=boot_id(),
+        channel=name, engine="the engine", num_ranks=num_ranks, engine_host=engine_host, asker_host=asker_host,
         timeout_s=timeout_s,
     )  # fmt: skip
     return sender.answer(request)
@@ -44,7 +50,7 @@ def join(sender: DeviceWeightSender, name: str, num_ranks: int = 1, timeout_s: f
 
 @contextmanager
 def start(offer, name: str, rank: int, world_size: int, sizes: list[int]) -> Iterator[subprocess.Popen[str]]:
-    words = [offer.address, str(offer.port), str(rank), str(world_size), name, *map(str, sizes)]
+    words = [in_url(offer.address), str(offer.port), str(rank), str(world_size), name, *map(str, sizes)]
     with Command(words, MEMBER.parent, program=MEMBER, is_merged=False) as member:
         try:
             yield member
@@ -74,6 +80,21 @@ def test_members_that_join_as_sglang_does_get_every_byte(sender: DeviceWeightSen
         said = [member.communicate(timeout=60)[0].split() for member in (one, two)]
     assert said == [["joined", *hashes(sender), *hashes(sender)]] * 2
     assert sum(sizes) == 300 * 100 * 2 * 5
+
+
+@pytest.mark.parametrize("engine_host", ["::1", "127.0.0.1"])
+def test_an_engine_of_another_host_is_offered_an_address_that_it_reaches(sender: DeviceWeightSender, engine_host: str):
+    """Also where this host's own name means loopback, as on Debian: the engine would call itself."""
+    offer = join(sender, "far", engine_host=engine_host, asker_host="another host")
+    assert not ipaddress.ip_address(offer.address).is_loopback
+
+
+def test_an_engine_with_an_ipv6_address_meets_its_sender(sender: DeviceWeightSender):
+    if ":" not in (own := own_address_towards("2001:db8::1")):
+        pytest.skip("this host has no IPv6 address")
+    offer = join(sender, "six", engine_host=own, asker_host="another host")
+    assert offer.address == own
+    assert find_store(own, offer.port, 2, 5.0).num_keys() >= 0
 
 
 def test_two_channels_do_not_wait_for_each_other(sender: DeviceWeightSender):

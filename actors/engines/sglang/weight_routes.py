@@ -48,6 +48,7 @@ from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
 from ....core.samples import NO_VERSION
 from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
+from ....transport.address import in_url
 from ...weights.beacon import Beacon
 from ...weights.channels.host import check_adapter, read_folder
 from .http_client import SglangHttp
@@ -398,7 +399,7 @@ class GroupRoute(_DeviceRoute):
         )
         offer = await self._named("join", sender, self._senders.ask(sender, request))
         body = {
-            "master_address": offer.address,
+            "master_address": in_url(offer.address),
             "master_port": offer.port,
             "rank_offset": 1,
             "world_size": num_ranks + 1,

@@ -17,7 +17,6 @@ notice.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +47,7 @@ from ....core.weight_channel import (
 from ...models.hf_folder import CONFIG, read_json
 from ...models.model_config import fp8_scale_fmt, served_fp8
 from ...models.safetensors_file import SCALE_SUFFIX
-from ...torch_store import host_store
+from ...torch_store import host_store, own_address, own_address_towards
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
 from .plan import WeightPlan
 from .process_group import ChannelGroup
@@ -324,13 +323,10 @@ LOOPBACK = "127.0.0.1"
 
 def address_for(request: JoinRequest, own_host: str) -> str:
     """Loopback for an engine on this host, else the address of ours from which a packet to it would leave. An engine
-    with a loopback address seen from another host is on that other host; then our host's name has to do. Raises OSError
-    for an unknown name."""
+    with a loopback address seen from another host is on that other host. Raises OSError for an unknown name."""
     if request.engine_host in LOCAL_HOSTS:
-        return LOOPBACK if request.asker_host == own_host else socket.gethostbyname(socket.gethostname())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(request.engine_host), 9))  # sends nothing
-        return str(probe.getsockname()[0])
+        return LOOPBACK if request.asker_host == own_host else own_address()
+    return own_address_towards(request.engine_host)
 
 
 # -- fp8 on the way
