@@ -26,8 +26,9 @@ SPREAD_EPS = 1e-6
 
 
 def zero_variance(group: Group, *, eps: float = SPREAD_EPS) -> str | None:
-    """All rewards are equal to within `eps`: advantages would be 0 (DAPO, arXiv 2503.14476, eq. 11)."""
-    rewards = group.rewards.astype(np.float64)
+    """All rewards are equal to within `eps`, what length costs aside: all answers are right, or wrong, and advantages
+    would be 0, or speak of length alone (DAPO, arXiv 2503.14476, eq. 11)."""
+    rewards = group.task_rewards().astype(np.float64)
     if rewards.size and float(rewards.max() - rewards.min()) > eps:
         return None
     return "zero_variance"

@@ -22,6 +22,8 @@ LEADER = "trainer/0"
 """The trainer's first rank, which takes steps and publishes weights."""
 POLICY = "policy"
 """How requests name the model that is trained."""
+OVERLONG = "overlong"
+"""Part of a reward: what the answer's length costs."""
 
 
 class PeerKey(NamedTuple):

@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .ids import OVERLONG
+
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -343,8 +345,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def rollout_rewards(self) -> F32:
         """float32 [num rollouts]: each rollout counts once, whatever number of samples it has."""
-        last = {sample.index: position for position, sample in enumerate(self.samples)}
-        return self.rewards if len(last) == len(self.samples) else self.rewards[list(last.values())]
+        return self.rewards[self._judged]
+
+    def task_rewards(self) -> F32:
+        """The same without the cost of length, which says nothing of whether an answer is right."""
+        costs = np.array([parts.get(OVERLONG, 0.0) for parts in self.reward_parts] or np.zeros(len(self.samples)))
+        rewards = np.where(costs, np.round(self.rewards - costs, 6), self.rewards)
+        return rewards.astype(np.float32)[self._judged]
+
+    @property
+    def _judged(self) -> list[int]:
+        """Which samples: the last of each rollout."""
+        return list({sample.index: position for position, sample in enumerate(self.samples)}.values())
 
     def oldest_version(self) -> int:
         """Oldest engine stamp of any token of any member, or `NO_VERSION`."""

@@ -28,12 +28,9 @@ _SHARES = ("left_out", "flat", "all_right", "all_wrong")
 class _Outcome(NamedTuple):
     rewards: np.ndarray
     num_passed: int
+    flat: bool
+    """All rewards are equal, what length costs aside; a single sample has nothing to be compared with."""
     left_out: bool
-
-    @property
-    def flat(self) -> bool:
-        """All rewards are equal; a single sample has nothing to be compared with."""
-        return len(self.rewards) > 1 and bool(self.rewards.min() == self.rewards.max())
 
     @property
     def all_right(self) -> bool:
@@ -59,9 +56,9 @@ class FinishedGroups:
         self._by_source.setdefault(source, deque(maxlen=KEPT)).append(mean)
         if not self._has_rewards:
             return
-        rewards = group.rollout_rewards()
-        num_passed = int((rewards >= self._pass_reward).sum())
-        outcome = _Outcome(rewards.astype(np.float64), num_passed, is_left_out)
+        rewards, judged = group.rollout_rewards().astype(np.float64), group.task_rewards()
+        is_flat = len(judged) > 1 and bool(judged.min() == judged.max())
+        outcome = _Outcome(rewards, int((judged >= self._pass_reward).sum()), is_flat, is_left_out)
         self._since_step.append(outcome)
         self._newest.append(outcome)
 

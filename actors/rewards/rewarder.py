@@ -26,8 +26,8 @@ from ...algos.rewards.builtin import BUILTINS, bind_builtin
 from ...algos.rewards.outcome import SCALAR_KEY, RewardOutcome, overlong_penalty
 from ...core.completions import Completion
 from ...core.config import RewardSettings, RunConfig
-from ...core.config.data import OVERLONG
 from ...core.errors import ConfigError, DeadlyReward, MemberFailed, UserCodeError
+from ...core.ids import OVERLONG
 from .call import (
     ALONE,
     JUDGE,

@@ -85,9 +85,8 @@ class Evaluation:
 def measured(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
     """Metrics of answered prompts: mean reward, pass@k, mean length in tokens, share of answers cut off."""
     samples = [sample for group in groups for sample in group.samples]
-    of_groups = [group.rollout_rewards() for group in groups]
-    rewards = [float(reward) for row in of_groups for reward in row]
-    solved = [(int((row >= pass_reward).sum()), len(row)) for row in of_groups]
+    rewards = [float(reward) for group in groups for reward in group.rollout_rewards()]
+    solved = [(int((row >= pass_reward).sum()), len(row)) for row in (group.task_rewards() for group in groups)]
     return {
         "reward": sum(rewards) / len(rewards),
         **{f"pass_at_{k}": rate for k, rate in pass_rates(solved).items()},

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
+from ..ids import OVERLONG
 from ..suggestion import suggest
 from .hub import HUB, SLICE, HubName
 from .section import (
@@ -314,8 +315,6 @@ REWARD_BUILTINS = (
 FUNCTION_NAME = re.compile(r"(?=.{1,32}\Z)[A-Za-z0-9][A-Za-z0-9_-]*(/[A-Za-z0-9_-]+)*")
 """Data names its sources like "openai/gsm8k"."""
 MAX_FUNCTIONS = 16
-OVERLONG = "overlong"
-"""Part of a reward: what the answer's length costs."""
 WHOLE = "reward"
 """No part: the number that is learnt from."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from myxa.algos.filters import GROUP_FILTERS, group_filter, zero_variance
 from myxa.core.config.learning import FILTER_BUILTINS
 from myxa.core.errors import ConfigError
+from myxa.core.ids import OVERLONG
 from myxa.core.samples import Group, Message, Prompt, Sample
 
 
@@ -18,7 +20,8 @@ def group(rewards: list[float]) -> Group:
         logprobs=np.array([-0.5], np.float32), loss_mask=np.array([1], np.uint8), versions=np.array([0], np.int32),
         finish="stop",
     )  # fmt: skip
-    return Group(prompt=prompt, samples=(sample,) * len(rewards), rewards=np.array(rewards, np.float32))
+    samples = tuple(replace(sample, index=index) for index in range(len(rewards)))
+    return Group(prompt=prompt, samples=samples, rewards=np.array(rewards, np.float32))
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0], [0.1, 0.1 + 1e-8], []])
@@ -29,6 +32,17 @@ def test_equal_rewards_are_left_out_with_a_reason(rewards):
 @pytest.mark.parametrize("rewards", [[0.0, 1.0], [0.5, 0.5, 0.50001], [-1.0, 1.0, 0.0]])
 def test_groups_with_spread_stay(rewards):
     assert zero_variance(group(rewards)) is None
+
+
+def test_what_length_costs_is_no_spread():
+    """DAPO's filter and its over-long punishment together: answers that are all wrong teach nothing, long or short."""
+    costs = [{OVERLONG: cost} for cost in (0.0, -0.3, -1.0)]
+    for rewards, reason in (
+        ([0.0, -0.3, -1.0], "zero_variance"),
+        ([1.0, 0.7, 0.0], "zero_variance"),
+        ([0.0] * 3, None),
+    ):
+        assert zero_variance(replace(group(rewards), reward_parts=tuple(costs))) == reason
 
 
 def test_the_run_file_and_the_table_name_the_same_filters():

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.buffer.conftest import make_group
 
 from myxa.actors.buffer.finished_groups import FinishedGroups
 from myxa.actors.buffer.knobs import BufferLimits
+from myxa.core.ids import OVERLONG
 from myxa.core.messages import Assignment, SamplingParams
 from myxa.core.samples import Group, Message, Prompt
 
@@ -72,6 +74,15 @@ def test_right_is_what_the_run_file_says() -> None:
     assert (told["reward/all_right"], told["reward/all_wrong"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
     assert told["reward/zero_std_groups"] == 0.0
     assert finished.take_step() == {}
+
+
+def test_an_answer_that_is_right_and_long_is_right() -> None:
+    finished = FinishedGroups()
+    parts = ({OVERLONG: -0.3}, {OVERLONG: 0.0})
+    finished.add("", replace(one(0.7, 1.0), reward_parts=parts), 0.85, is_left_out=False)
+    told = finished.take_step()
+    assert (told["reward/pass_rate"], told["reward/all_right"], told["reward/zero_std_groups"]) == (1.0, 1.0, 1.0)
+    assert told["reward/raw_mean"] == pytest.approx(0.85)
 
 
 def test_a_group_of_one_answer_has_no_spread_to_lack() -> None:
