@@ -1,14 +1,16 @@
 """C and C++ sources of this house, compiled by the machine's own compiler and kept for the next process.
 
-A wheel serves every machine and needs no build at install time. A library is keyed by all that it depends on (`facts`).
-Two processes may build at the same time: a lock file lets the second one wait (the kernel lets it go when its holder
-ends, however it ends), and a rename puts the whole result in place.
+A wheel serves every machine and needs no build at install time. A library is keyed by all that it depends on (`facts`),
+machine and C library included: machines and containers may share a home. Two processes may build at the same time: a
+lock file lets the second one wait (the kernel lets it go when its holder ends, however it ends), and a rename puts the
+whole result in place. Where the file system has no locks each builds its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.errors import MemoryFault, raised_as
-from ..core.files import lock_within
+from ..core.files import has_no_locks, lock_within
 
 CPP_COMPILERS = ("c++", "g++", "clang++")
 
@@ -43,6 +45,7 @@ def built(
     if not compiler:
         looked = ", ".join(compilers)
         raise MemoryFault(f"{source.name} must be compiled, and none of {looked} is on the PATH", remedy=remedy)
+    facts = (*facts, platform.machine(), *platform.libc_ver())
     parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if word != str(source)))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     needed = "set HOME to a folder that can be written to"
@@ -57,7 +60,7 @@ def built(
     except OSError as error:
         raise MemoryFault(f"{source.name} cannot be compiled into {folder}: {error}", remedy=needed) from error
     try:
-        if not lock_within(lock, 2 * timeout_s):
+        if not _lock_within(lock, 2 * timeout_s):
             raise MemoryFault(
                 f"{target}: another process has held its lock for {2 * timeout_s:g} s",
                 remedy=f"see who has {target.with_suffix('.lock')} open (lsof), and end it",
@@ -67,6 +70,15 @@ def built(
     finally:
         os.close(lock)
     return target
+
+
+def _lock_within(lock: int, timeout_s: float) -> bool:
+    try:
+        return lock_within(lock, timeout_s)
+    except OSError as error:
+        if not has_no_locks(error):
+            raise
+        return True
 
 
 def _compile(source: Path, target: Path, command: list[str], timeout_s: float, remedy: str) -> None:

@@ -7,7 +7,6 @@ only the slot's owner takes its segments.
 from __future__ import annotations
 
 import ctypes
-import platform
 from pathlib import Path
 from threading import Lock
 
@@ -26,7 +25,7 @@ def built(cache_dir: Path | None = None) -> Path:
     """Path of the compiled allocator. Raises MemoryFault."""
     return native.built(
         SOURCE, COMPILERS, [*FLAGS, "-x", "c", str(SOURCE), "-ldl", "-lpthread"],
-        facts=(platform.machine(),), cache_dir=cache_dir, timeout_s=TIMEOUT_S,
+        facts=(), cache_dir=cache_dir, timeout_s=TIMEOUT_S,
         remedy="a compiler with the C library's headers is needed (Debian: apt-get install gcc libc6-dev)",
     )  # fmt: skip
 

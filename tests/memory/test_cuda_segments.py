@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import os
+import platform
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -272,6 +276,19 @@ def test_a_build_that_fails_leaves_nothing_and_says_why(seven: Path, tmp_path: P
     assert not list((tmp_path / "c").glob("*.so"))
     with pytest.raises(MemoryFault, match=r"none of no-such-cc, nor-this is on the PATH -- see the compiler"):
         compile_seven(seven, tmp_path / "c", "no-such-cc", "nor-this")
+
+
+def test_a_home_without_locks_that_several_machines_share(seven: Path, tmp_path: Path, monkeypatch):
+    """Such as Lustre without flock; a library of one machine's C library need not load on another."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    made = compile_seven(seven, tmp_path / "c")
+    assert ctypes.CDLL(str(made)).seven() == 7
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert compile_seven(seven, tmp_path / "c") != made
 
 
 def test_what_is_compiled_is_kept_in_the_home(seven: Path, tmp_path: Path, monkeypatch):
