@@ -7,6 +7,7 @@ is taken for the newest. Nothing is deleted.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import tomllib
 from collections.abc import Callable
@@ -214,7 +215,8 @@ def past_of(run_dir: Path, life: int) -> Path:
 
 
 def put_away(path: Path, folder: Path) -> None:
-    """Move it there, under a unique name, if it exists. Raises OSError."""
+    """Move it there, under a unique name, if it exists; where that is another disk (`checkpoints` may be a link, or a
+    mount), to a hidden name beside it. Raises OSError."""
     if not path.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -222,4 +224,9 @@ def put_away(path: Path, folder: Path) -> None:
     while target.exists():
         number += 1
         target = folder / f"{path.name}.{number}"
-    path.replace(target)
+    try:
+        path.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        path.replace(path.with_name(f".{folder.parent.name}-{folder.name}-{target.name}"))

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -95,6 +96,19 @@ def test_a_torn_checkpoint_is_passed_over_and_moved_out_of_the_way(
     told = dict(origin_events(run.path))
     assert "is torn" in told["checkpoint-passed-over"]
     assert told["resumed"] == "life 2 continues from version 3 with its own ledger"
+
+
+def test_checkpoints_on_another_disk_are_gone_back_to(run: RunOnDisk):
+    """`checkpoints` is a link, or a mount: what is undone cannot be renamed into the run's own disk."""
+    with TemporaryDirectory(dir="/dev/shm") as other:
+        if Path(other).stat().st_dev == run.path.stat().st_dev:
+            pytest.skip("there is one disk")
+        shutil.move(run.path / "checkpoints", other)
+        (run.path / "checkpoints").symlink_to(f"{other}/checkpoints")
+        for life, newest in ((1, 3), (2, 2)):
+            begin_next_life(RunDir(run.path), choose_point(run.path, newest))
+            assert choose_point(run.path, None).version == newest
+            assert (run.path / f"checkpoints/.{life}-undone-version_0000000{newest + 1}/manifest.json").is_file()
 
 
 def test_a_version_whose_payloads_are_given_away_needs_the_copy(run: RunOnDisk):
