@@ -89,6 +89,10 @@ COMMANDS = (
 """In the order in which `myxa --help` lists them."""
 
 INTERRUPTED = 130
+UNBUILT_REMEDY = (
+    "this Python was built without it: take another one, or install what it needs (Debian: libsqlite3-dev libffi-dev "
+    "libssl-dev libbz2-dev liblzma-dev) and build it again"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,11 +125,14 @@ def _run(arguments: list[str]) -> int:
     except MyxaError as error:
         return _tell(error, is_json=is_json)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        from .checks.node import TORCH_REMEDY
+        remedy = UNBUILT_REMEDY
+        if error.name == "torch":
+            from .checks.node import TORCH_REMEDY
 
-        return _tell(ConfigError(f'{sys.executable} has no module "torch"', remedy=TORCH_REMEDY), is_json=is_json)
+            remedy = TORCH_REMEDY
+        elif error.name not in sys.stdlib_module_names:
+            raise
+        return _tell(ConfigError(f'{sys.executable} has no module "{error.name}"', remedy=remedy), is_json=is_json)
     except OSError as error:
         disk_error = _of_a_file(error)
         return _tell(disk_error, is_json=is_json and not isinstance(disk_error, DiskRefused))

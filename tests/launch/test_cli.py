@@ -124,19 +124,28 @@ def test_a_worker_that_nobody_launched_says_so(monkeypatch, capsys):
     assert "workers are started by `myxa up`" in capsys.readouterr().err
 
 
-WITHOUT_TORCH = """
+WITHOUT = """
 import sys
+
+missing = sys.argv[1]
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
 
 sys.meta_path.insert(0, Blocker())
 from myxa.launch.cli import main
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[2:]))
 """
+
+
+def test_a_python_that_was_built_without_sqlite_is_told_what_it_lacks(tmp_path: Path):
+    words = [sys.executable, "-c", WITHOUT, "_sqlite3", "doctor"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert 'has no module "_sqlite3" -- this Python was built without it' in done.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +158,7 @@ def test_where_torch_is_missing_the_command_that_installs_it_is_named(tmp_path: 
         '[model]\npath = "model"\n[data]\ntrain = "rows.jsonl"\n[reward]\nfn = "exact"\n'
     )
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *words],
+        [sys.executable, "-c", WITHOUT, "torch", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
