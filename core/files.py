@@ -186,10 +186,14 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in a folder are on the disk too, so that a power cut does not undo what was reported. Raises OSError."""
+    """Names in a folder are on the disk too, so that a power cut does not undo what was reported; if the file
+    system can do that for folders (CIFS and some of FUSE cannot). Raises OSError."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
     finally:
         os.close(handle)
 
@@ -225,9 +229,9 @@ _REMEDIES = {
     errno.EROFS: "mount it for writing again",
     errno.EIO: "see `dmesg`: the device, or the way to it, fails",
 }
-_UNCLEAR = "is it full, over its quota, mounted read-only or failing?"
-_SQLITE = {13: errno.ENOSPC, 8: 0, 10: 0, 14: 0}
-"""SQLITE_FULL, READONLY, IOERR, CANTOPEN; 0: they do not say what is wrong with the disk."""
+_UNCLEAR = "is it full, over its quota, mounted read-only, failing, or locked by another program (`fuser` names it)?"
+_SQLITE = {13: errno.ENOSPC, 5: 0, 8: 0, 10: 0, 14: 0}
+"""SQLITE_FULL, BUSY, READONLY, IOERR, CANTOPEN; 0: they do not say what is wrong."""
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
 """In the text of what safetensors raises."""
 

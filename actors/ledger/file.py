@@ -271,8 +271,7 @@ class LedgerReader:
         self.path = path
         self._traces = ExitStack()
         try:
-            self._db = sqlite3.connect(_reading(path, self._traces), uri=True)
-            self._db.execute("PRAGMA busy_timeout=10000")
+            self._db = sqlite3.connect(_reading(path, self._traces), timeout=10.0, uri=True)
         except (sqlite3.Error, OSError) as error:
             self._traces.close()
             raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error

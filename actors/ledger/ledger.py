@@ -45,7 +45,11 @@ from .file import (
 )
 
 TRAINED_LENGTH = "trained"
-UNWRITABLE = "is the disk full or the file system read-only?"
+UNWRITABLE = "is the disk full, the file system read-only, or the file locked by another program (`fuser` names it)?"
+LOCKED_S = 0.5
+"""By another program, at most: meanwhile the buffer's loop stands."""
+MAX_LOG_BYTES = 64 << 20
+"""What a reader (a copy, `sqlite3`) has made SQLite's log grow to goes back to the disk down to this."""
 _VALUES = attrgetter(*COLUMNS)
 _HELD = (State.DISPATCHED, State.REQUEUED)
 
@@ -197,7 +201,7 @@ class Ledger(LedgerReader):
         self._traces.enter_context(lock_ledger(path))
         self._wall = wall
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)
             self._traces.callback(self._db.close)
             self._prepare({"format": FORMAT, "run": run, "dataset": fingerprint})
             self.check(int(self.recall(_CHECKED) or 0))
@@ -211,7 +215,7 @@ class Ledger(LedgerReader):
             raise
 
     def _prepare(self, identity: dict[str, str]) -> None:
-        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", f"journal_size_limit={MAX_LOG_BYTES}"):
             self._db.execute(f"PRAGMA {pragma}")
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             if self._db.execute("SELECT 1 FROM sqlite_master").fetchone():

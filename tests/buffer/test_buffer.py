@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -367,6 +368,18 @@ def refusing_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_program_that_locks_the_ledger_is_a_pause(shop: Any) -> None:
+    async with shop.open() as desk:
+        (work,) = (await desk.draw(max_groups=1)).assignments
+        with closing(sqlite3.connect(desk.buffer.ledger_path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(DiskRefused, match=r"is locked .* locked by another program \(`fuser` names it\)"):
+                await desk.put(work)
+        await until(lambda: desk.buffer._opened is not None)
+        await desk.draw(max_groups=0, holding=(work.prompt.group_id,))
+        assert (await desk.put(work)).outcome == "ready"
 
 
 async def test_e08_a_disk_that_refuses_is_a_pause(shop: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,20 @@ def test_a_copy_without_what_was_written_last_is_told_as_that(ledger: Ledger, pa
         read_facts(copy)
     copy.with_name("copy.sqlite-wal").write_bytes(path.with_name("ledger.sqlite-wal").read_bytes())
     assert read_facts(copy).run == "sort"
+
+
+def test_a_log_that_grew_under_a_reader_gives_its_room_back(ledger: Ledger, path: Path) -> None:
+    log = path.with_name(f"{path.name}-wal")
+    ids = draw(ledger, 4)
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM groups").fetchall()
+        for group_id in ids[:2]:
+            ledger.finish(group_id, bytes(40 << 20), version=0, num_tokens=3)
+        assert log.stat().st_size > 80 << 20
+    for group_id in ids[2:]:
+        ledger.finish(group_id, b"small", version=0, num_tokens=3)
+    assert log.stat().st_size <= 64 << 20
 
 
 DAMAGE = [

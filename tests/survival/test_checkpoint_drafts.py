@@ -21,7 +21,7 @@ from myxa.actors.checkpoints.folder import (
 )
 from myxa.actors.ledger.file import lock_ledger
 from myxa.core.errors import MyxaError, TrainError
-from myxa.core.files import is_locked, locked_folder, take_lock
+from myxa.core.files import is_locked, locked_folder, sync_folder, take_lock
 from myxa.launch.run_dir import RunDir
 
 ZOMBIE, OWN, LATER = (1, 3), (2, 0), (2, 1)
@@ -105,6 +105,13 @@ def test_who_puts_one_in_its_place_waits_for_others_and_not_for_ever(tmp_path: P
         make_checkpoint(place, 1, fill=b"other")
     make_checkpoint(place, 1, fill=b"other")
     assert names(place.parent) == [place.name], "the lock left no file"
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written_to():
+    """CIFS and some of FUSE; here proc."""
+    sync_folder(Path("/proc"))
+    with pytest.raises(OSError, match="Not a directory"):
+        sync_folder(Path("/proc/version"))
 
 
 def test_where_there_are_no_locks_a_checkpoint_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
