@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.harness.ports import held_port
 
 from myxa.actors.backends.convert import convert
 from myxa.actors.backends.megatron.layout import ParallelLayout, check_routing
-from myxa.actors.backends.megatron.verbatim import check_tables
+from myxa.actors.backends.megatron.verbatim import check_packages, check_tables
 from myxa.actors.backends.rank_backend import named_array
 from myxa.actors.checkpoints.folder import find_checkpoint, read_manifest
 from myxa.actors.models.adapters import adapted_matrices, adapter_shapes, file_name, write_adapter
@@ -89,6 +90,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         {"name": "routed-anew", **ROUTED},
         {"name": "routing-replayed", **ROUTED, "megatron": {"routing_replay": True}},
         {"name": "muon", **MUON, "is_refused": not HAS_MUON},
+        {"name": "odd-moments", "megatron": {"optimizer": {"exp_avg_dtype": "bf16"}}, "is_refused": True},
     ],
     2: [
         {"name": "dp2-whole-optimizer", "megatron": {"distributed_optimizer": False}, "algo": MASKED},
@@ -142,7 +144,7 @@ if HAS_MUON:
         {"name": "muon-dp2-tp2", **MUON, "megatron": {**MUON["megatron"], "tp": 2}, "save": True},
         {"name": "muon-pp2", **MUON, "megatron": {**MUON["megatron"], "pp": 2}, "load": "muon-dp2-tp2"},
     ]
-UNCOMPARED = {"load", "trainer", "watches_routing", "optimizer"}
+UNCOMPARED = {"load", "trainer", "watches_routing", "optimizer", "is_refused"}
 COMPARED = [(n, c["name"]) for n, cases in CASES.items() for c in cases if not UNCOMPARED & c.keys()]
 
 Gangs = Callable[[int], Path]
@@ -410,6 +412,14 @@ def test_muon_moves_a_matrix_alike_in_all_directions_in_every_layout(gangs: Gang
         assert np.linalg.norm(value - whole[key]) < 0.05 * moved, key
 
 
+def test_what_megatron_refuses_names_the_table_that_says_it(gangs: Gangs) -> None:
+    (result,) = results(gangs(1), "odd-moments")
+    assert result["refused"].startswith(
+        "ConfigError: megatron-core refuses the configuration: exp_avg_dtype can only be"
+    )
+    assert result["refused"].endswith("mend [megatron.optimizer]")
+
+
 @pytest.mark.skipif(HAS_MUON, reason="Muon is there")
 def test_muon_is_refused_by_name_where_megatron_has_none(gangs: Gangs) -> None:
     (result,) = results(gangs(1), "muon")
@@ -600,6 +610,9 @@ def test_routing_cannot_be_replayed_everywhere(num_experts: int, table: dict[str
         ("ddp", "bucket_siz", 'did you mean "bucket_size"'),
         ("optimizer", "clip_grad", "myxa decides this itself"),
         ("model", "moe_aux_loss_coeff", "myxa decides this itself"),
+        ("model", "fp8", "myxa decides this itself"),
+        ("model", "softmax_scale", "myxa decides this itself"),
+        ("optimizer", "decoupled_lr", "myxa decides this itself"),
         ("optimizer", "log_num_zeros_in_gra", 'did you mean "log_num_zeros_in_grad"'),
         ("model", "moe_router_bias_update_rat", 'did you mean "moe_router_bias_update_rate"'),
     ],
@@ -612,6 +625,26 @@ def test_verbatim_names_are_checked_against_the_installed_sources(table: str, ke
         check_tables({table: {key: 1}}, Path(core))
     assert f"megatron.{table}.{key}" in str(caught.value)
     check_tables({"ddp": {"bucket_size": 1}, "optimizer": {}, "model": {"attention_backend": "auto"}}, Path(core))
+
+
+@pytest.mark.parametrize(
+    ("table", "fields", "said"),
+    [
+        ("model", {"moe_router_fusion": True}, "megatron.model.moe_router_fusion: needs transformer_engine"),
+        (
+            "model",
+            {"recompute_modules": ["mlp", "layernorm"]},
+            "recompute_modules: layernorm: needs transformer_engine",
+        ),
+        ("model", {"gradient_accumulation_fusion": True}, "needs fused_weight_gradient_mlp_cuda"),
+        ("optimizer", {"use_precision_aware_optimizer": True}, "needs transformer_engine"),
+        ("model", {"moe_router_fusion": False, "recompute_modules": ["mlp"]}, ""),
+    ],
+)
+@pytest.mark.skipif(bool(find_spec("transformer_engine")), reason="Transformer Engine is there")
+def test_fields_that_need_a_package_name_it(table: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_packages({table: fields})
 
 
 def test_replicas_of_ranks_are_numbered_as_megatron_does() -> None:

@@ -42,7 +42,7 @@ from .offload import MegatronOffload, Part
 from .optimizer import MegatronOptimizer, Precision, wrap_chunks
 from .provider import build_model_chunks, model_fields
 from .schedule import MegatronPolicy, Pipeline, RoutingReplay
-from .verbatim import check_table
+from .verbatim import check_packages, check_table
 from .world import MegatronWorld
 
 
@@ -214,6 +214,7 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
 
 
 def _check_tables(settings: MegatronSettings) -> None:
+    check_packages({"model": settings.model, "optimizer": settings.optimizer})
     for name, table, record in (
         ("ddp", settings.ddp, mcore.module("distributed").DistributedDataParallelConfig),
         ("optimizer", settings.optimizer, mcore.module("optimizer").OptimizerConfig),

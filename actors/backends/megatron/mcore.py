@@ -6,6 +6,8 @@ again. The places where versions 0.16 to 0.19 differ or fail without Transformer
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....core.errors import TrainError
+from ....core.errors import ConfigError, TrainError
 
 Group = dist.ProcessGroup
 
@@ -29,6 +31,16 @@ def module(name: str) -> Any:
             f"the Megatron trainer needs megatron-core ({err})",
             remedy="pip install 'myxa[megatron]', or set roles.trainer.kind = \"torch\"",
         ) from err
+
+
+@contextmanager
+def refusals_named(tables: str) -> Generator[None]:
+    """megatron-core checks its settings by assertions and other errors, some only while it builds. Raises ConfigError
+    in their place; `tables`: of the run file, where the cause is."""
+    try:
+        yield
+    except (ValueError, AssertionError, TypeError, ImportError) as err:
+        raise ConfigError(f"megatron-core refuses the configuration: {err}", remedy=f"mend {tables}") from err
 
 
 parallel_state = module("parallel_state")

@@ -11,7 +11,7 @@ vectors) are Megatron's, applied here because its own scheduler, which is not us
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -115,10 +115,11 @@ class MegatronOptimizer:
             **(_offload(settings, precision) if settings.offload_optimizer else {}),
             **settings.optimizer,
         }
-        self._config = mcore.module("optimizer").OptimizerConfig(**fields)
-        with _muon_errors() if config.name == "muon" else nullcontext():
+        named = _muon_errors() if config.name == "muon" else mcore.refusals_named("[megatron.optimizer]")
+        with named:
+            options = mcore.module("optimizer").OptimizerConfig(**fields)
             self.megatron = mcore.module("optimizer").get_megatron_optimizer(
-                config=self._config, model_chunks=self.chunks, use_gloo_process_groups=False
+                config=options, model_chunks=self.chunks, use_gloo_process_groups=False
             )
         self._device = precision.device
 

@@ -19,8 +19,7 @@ GroupedMLP needs the grouped_gemm package, its TEGroupedMLP Transformer Engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....core.config.learning import MegatronSettings
-from ....core.errors import ConfigError
 from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
@@ -37,6 +35,8 @@ from . import mcore
 from .attention import HeadNorm, LatentAttention, MegatronRMSNorm, PackedSelfAttention, VarlenAttention
 from .layout import ParallelLayout
 from .verbatim import check_table
+
+TABLES = "[megatron] or [megatron.model]"
 
 
 def model_fields(settings: MegatronSettings) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def transformer_config(
     if config.num_experts:
         options |= _expert_fields(config)
     options |= overrides
-    with _refusals_named():
+    with mcore.refusals_named(TABLES):
         return settings_type(**options)
 
 
@@ -85,7 +85,7 @@ def build_model_chunks(
     chunks: list[nn.Module] = []
     for number in range(layout.vpp):
         stage = number if layout.vpp > 1 else None
-        with _refusals_named():
+        with mcore.refusals_named(TABLES):
             chunk = _chunk(config, layout, settings, stage).to(mcore.default_device())
         if precision != torch.float32:
             chunk = mcore.module("transformer.module").Float16Module(settings, chunk)
@@ -114,17 +114,6 @@ def _chunk(config: ModelConfig, layout: ParallelLayout, settings: Any, stage: in
     if config.has_mtp:
         cast(Any, model).after_next = MtpLayer(settings, spec.layer_specs[-1], config.num_layers + 1)
     return model
-
-
-@contextmanager
-def _refusals_named() -> Generator[None, None, None]:
-    """megatron-core checks its settings by assertions and ValueErrors, some only while it builds."""
-    try:
-        yield
-    except (ValueError, AssertionError, TypeError) as err:
-        raise ConfigError(
-            f"megatron-core refuses the configuration: {err}", remedy="mend [megatron] or [megatron.model]"
-        ) from err
 
 
 def _shape(config: ModelConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "calculate_per_token_loss", "variable_seq_lengths", "use_cpu_initialization", "perform_initialization",
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "multi_latent_attention",
         "mscale_all_dim", "attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-        "mtp_num_layers",
+        "mtp_num_layers", "mtp_loss_scaling_factor", "softmax_scale", "softmax_type", "window_size",
+        "window_attn_skip_freq", "no_rope_freq", "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor",
+        "mscale", "beta_fast", "beta_slow", "original_max_position_embeddings", "cache_mla_latents", "mrope_section",
+        "qk_l2_norm", "qk_clip", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm",
+        "attention_output_gate", "experimental_attention_variant", "linear_attention_freq",
+        "activation_func_clamp_value", "glu_linear_offset", "heterogeneous_block_specs", "fp8", "fp4",
+        "fp32_residual_connection", "hybrid_context_parallel", "moe_input_jitter_eps",
+        "moe_router_force_load_balancing",
     ),
     "ddp": (
         "use_distributed_optimizer", "average_in_collective", "use_megatron_fsdp", "use_custom_fsdp",
@@ -40,11 +48,20 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
         "decoupled_weight_decay", "use_distributed_optimizer", "overlap_param_gather",
         "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "optimizer_offload_fraction", "bf16",
-        "fp16", "params_dtype", "loss_scale",
+        "fp16", "params_dtype", "loss_scale", "decoupled_lr", "decoupled_min_lr",
     ),
 }  # fmt: skip
-"""Fields that follow from the model folder or from other keys of the run file, or that would train something else:
-losses that Megatron adds by itself are not normalised like the policy's, and dropout makes log-probs random."""
+"""Fields that follow from the model folder or from other keys of the run file, that our layers and schedule do not
+read, or that would train something else: losses that Megatron adds by itself are not normalised like the policy's,
+dropout and noise make log-probs random."""
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "transformer_engine": (
+        "moe_permute_fusion", "moe_router_fusion", "fine_grained_activation_offloading",
+        "use_precision_aware_optimizer", "layernorm",
+    ),
+    "fused_weight_gradient_mlp_cuda": ("gradient_accumulation_fusion",),
+}  # fmt: skip
+"""Package -> fields that work with it alone, and entries of `recompute_modules`."""
 SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "model": (
         ("model_parallel_config.py", "ModelParallelConfig"),
@@ -68,6 +85,21 @@ def check_table(name: str, table: Mapping[str, Any], allowed: Collection[str]) -
         if key not in allowed:
             remedy = suggest(key, set(allowed).difference(OWNED[name]))
             raise ConfigError(f"{place}: the installed megatron-core has no such field", remedy=remedy)
+
+
+def check_packages(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a field of these tables that needs a package which is not installed: megatron-core finds
+    out in the middle of set-up, or of the first step."""
+    for name, table in tables.items():
+        fields = {field: f"megatron.{name}.{field}" for field, value in table.items() if value}
+        fields |= {part: f"megatron.{name}.recompute_modules: {part}" for part in table.get("recompute_modules") or ()}
+        for package, dependent in NEEDED.items():
+            place = next((fields[field] for field in dependent if field in fields), "")
+            if place and find_spec(package) is None:
+                raise ConfigError(
+                    f"{place}: needs {package}, which is not installed here",
+                    remedy="install it in the trainer's environment, or leave this out",
+                )
 
 
 def check_tables(tables: Mapping[str, Mapping[str, Any]], core: Path) -> None:
