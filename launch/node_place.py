@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError, raised_as
-from ..transport.address import in_url
+from ..transport.address import PORT_REMEDY, Endpoint, in_url
 
 DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
-_PORTS = range(65536)
 
 _NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 """Each task of a step of Slurm's is a launcher, whatever machine it is on."""
@@ -24,17 +23,6 @@ _ENDPOINT = ("PET_RDZV_ENDPOINT",)
 _ADDRESS = ("PET_MASTER_ADDR",)
 _PORT = ("PET_MASTER_PORT",)
 _HOST_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Host (name or address) and port; port 0 on node 0 means: any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{in_url(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +46,9 @@ ALONE = NodePlace(0, 1, Endpoint("127.0.0.1", 0))
 
 
 def parse_endpoint(text: str, *, where: str) -> Endpoint:
-    """`host:port`, `host`, `[v6]:port`, `tcp://host:port`; ConfigError naming `where` for anything else."""
-    match = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s\[\]:/]+))(?::(\d{1,5}))?", text.strip())
-    if match is None:
-        raise ConfigError(f"{where}: {text!r} is no endpoint", remedy="write host:port, or [IPv6 address]:port")
-    port = int(match[3]) if match[3] else DEFAULT_PORT
-    if port not in _PORTS:
-        raise ConfigError(f"{where}: there is no port {port}", remedy="ports are 0 to 65535")
-    return Endpoint(match[1] or match[2], port)
+    """ConfigError naming `where` for what is no endpoint."""
+    with raised_as(ConfigError, where, ValueError, remedy=PORT_REMEDY):
+        return Endpoint.parse(text, DEFAULT_PORT)
 
 
 def parse_num_nodes(text: str) -> tuple[int, int]:

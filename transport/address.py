@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from ..core.errors import LaunchError
+from ..core.errors import LaunchError, raised_as
 from ..core.files import write_durably
 from .wire import Endpoints
 
 MAX_IPC_PATH = 106
 SOCKET_NAME_BYTES = 32
+
+
+ADDRESS = re.compile(r"(?:tcp://)?(?:\[([\w.:%]+)\]|([^\s\[\]:/]+))(?::(\d{1,5}))?")
+
+
+def in_url(host: str) -> str:
+    """With the brackets of an IPv6 address."""
+    return f"[{host}]" if ":" in host else host
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Host (name or address, of IPv6 without brackets) and port; port 0 of one's own means any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{in_url(self.host)}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, default_port: int = -1) -> Endpoint:
+        """`host:port`, `[v6]:port`, `tcp://host:port`, and with a default port `host`. ValueError for anything else."""
+        match = ADDRESS.fullmatch(text.strip())
+        if match is None or not 0 <= (port := int(match[3] or default_port)) < 65536:
+            raise ValueError(f"{text!r} is no host and port")
+        return cls(match[1] or match[2], port)
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,8 +60,11 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def at(cls, host_and_port: str, key_file: str = "", curve: str = "") -> Rendezvous:
         """For another host, which knows no more than "host:port" (and `curve`, the job's public key)."""
-        host, port = split_address(host_and_port, "of a registry", range(1, 65536))
-        endpoints = Endpoints(node_rank=-1, tcp=(f"tcp://{host}:{port}", ""), curve=curve)
+        with raised_as(LaunchError, "the registry's address", ValueError, remedy=PORT_REMEDY):
+            endpoint = Endpoint.parse(host_and_port)
+        if endpoint.port == 0:
+            raise LaunchError(f"the registry's address has port 0: {endpoint}", remedy="write its port")
+        endpoints = Endpoints(node_rank=-1, tcp=(f"tcp://{endpoint}", ""), curve=curve)
         return cls(endpoints=endpoints, key_file=key_file)
 
     def save(self, path: Path) -> None:
@@ -47,29 +79,19 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise LaunchError(f"{path} is no rendezvous record: {error}", remedy="is the launcher running?") from error
 
 
-def in_url(host: str) -> str:
-    """With the brackets of an IPv6 address."""
-    return f"[{host}]" if ":" in host else host
+PORT_REMEDY = "write host:port, or [IPv6 address]:port, with a port of 0 to 65535"
+EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 
 
-def split_address(text: str, purpose: str, ports: range) -> tuple[str, int]:
-    """Host and port of "host:port"; raises LaunchError."""
-    host, _, port = text.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdecimal() or int(port) not in ports:
-        raise LaunchError(f"{text!r} is no address {purpose}", remedy='write "host:port"')
-    return host, int(port)
-
-
-EVERY_INTERFACE = ("*", "0.0.0.0", "[::]", "::")
-
-
-def split_listen(text: str) -> tuple[str, int]:
-    """Of an own interface, port 0: any; raises LaunchError. Other nodes get the same address."""
-    host, port = split_address(text, "to listen at", range(65536))
-    if host in EVERY_INTERFACE:
+def own_endpoint(text: str) -> Endpoint:
+    """To listen at; raises LaunchError. Other nodes get the same address."""
+    with raised_as(LaunchError, "the address to listen at", ValueError, remedy=PORT_REMEDY):
+        endpoint = Endpoint.parse(text)
+    if endpoint.host in EVERY_INTERFACE:
         remedy = "give this host's IP address on the common network"
-        raise LaunchError(f"{text}: no other host can connect to {host}, which means every interface", remedy=remedy)
-    return host, port
+        what = f"{text}: no other host can connect to {endpoint.host}, which means every interface"
+        raise LaunchError(what, remedy=remedy)
+    return endpoint
 
 
 def make_socket_dir(run_dir: Path | None) -> Path:
@@ -124,10 +146,10 @@ def socket_paths(folder: Path) -> tuple[Path, Path]:
 
 def interface_towards(endpoint: str) -> str:
     """Address of this host; an IPv6 one without brackets."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host.strip("[]"), int(port)))
-        except (OSError, ValueError) as error:
-            raise LaunchError(f"no way to {endpoint}: {error}", remedy="check the registry's address") from error
-        return str(probe.getsockname()[0])
+    try:
+        peer = Endpoint.parse(endpoint)
+        with socket.socket(socket.AF_INET6 if ":" in peer.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer.host, peer.port))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"no way to {endpoint}: {error}", remedy="check the registry's address") from error

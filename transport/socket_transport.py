@@ -31,8 +31,8 @@ from .address import (
     interface_towards,
     make_private,
     make_socket_dir,
+    own_endpoint,
     socket_paths,
-    split_listen,
 )
 from .outbox import Outbox
 from .registry.registry import REGISTRY_KEY
@@ -102,7 +102,8 @@ class SocketTransport(Transport):
         tcp = ("", "")
         curve = ""
         if self.listen and self.keys is not None and self.guard is not None:
-            host, port = split_listen(self.listen)
+            own = own_endpoint(self.listen)
+            host, port = in_url(own.host), own.port
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
             key, curve = self.keys.own, self.keys.own.public
             control_tcp = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", key)

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.node_place import (
-    Endpoint,
-    NodePlace,
-    find_place,
-    first_host,
-    parse_endpoint,
-    parse_num_nodes,
-)
+from myxa.launch.node_place import NodePlace, find_place, first_host, parse_endpoint, parse_num_nodes
+from myxa.transport.address import Endpoint
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[07-09,12]"}
 TORCH_MASTER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "fd00::7", "PET_MASTER_PORT": "9"}
@@ -122,7 +116,11 @@ def test_first_hosts(host_list: str, want: str):
             {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "x"},
             "4 processes would start a whole run",
         ),
-        ((None, None, None), TORCH_MASTER | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_ADDR: there is no port 99999"),
+        (
+            (None, None, None),
+            TORCH_MASTER | {"PET_MASTER_PORT": "99999"},
+            "PET_MASTER_ADDR: '[fd00::7]:99999' is no host and port",
+        ),
         ((None, None, None), {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_NODELIST": "[]"}, "no list of hosts"),
     ],
 )

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from myxa.core.errors import LaunchError
-from myxa.launch.node_place import Endpoint, NodePlace
+from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.rendezvous import host_rendezvous, join_rendezvous
+from myxa.transport.address import Endpoint
 from myxa.transport.security import JobKey
 
 

@@ -52,7 +52,7 @@ async def test_an_address_that_is_not_ours_is_a_clear_error():
         with pytest.raises(LaunchError, match="means every interface -- give this host's IP address"):
             await Node.attach(name="host", tcp=tcp, key=JobKey.generate())
     for tcp in ("127.0.0.1", ":0", "127.0.0.1:99999", "127.0.0.1:-1"):  # libzmq takes the last two, of another port
-        with pytest.raises(LaunchError, match="is no address to listen at"):
+        with pytest.raises(LaunchError, match="address to listen at"):
             await Node.attach(name="host", tcp=tcp, key=JobKey.generate())
 
 
@@ -174,7 +174,7 @@ def test_rendezvous_travels_as_a_file(tmp_path):
     assert address.Rendezvous.load(tmp_path / "r.json") == rdzv
     assert address.Rendezvous.at("node0:29400").endpoints.tcp[0] == "tcp://node0:29400"
     for text in ("node0", "node0:x", ":1", "h:99999"):
-        with pytest.raises(LaunchError, match="no address"):
+        with pytest.raises(LaunchError, match="registry's address"):
             address.Rendezvous.at(text)
     (tmp_path / "bad").write_text("{}")
     with pytest.raises(LaunchError, match="no rendezvous record"):
