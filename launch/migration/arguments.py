@@ -67,6 +67,7 @@ DEPTHS = {
 """Words before a command -> the blocks that they open."""
 CHANGE = re.compile(r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:[-+*/%]?=|\+\+|--$)")
 """What `((...))` and an array's element set."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
 OTHER_CODE = ("source", ".", "eval", "read", "unset", "mapfile", "readarray", "let")
 
 
@@ -173,6 +174,8 @@ class Script:
             elif token["array"]:
                 self._set_array(token["array"], token["body"], is_taken=not self.depth and not is_joined)
             elif assignment is not None:
+                if assignment[1] == DEVICES:
+                    self.arguments.remark(self.line, f"{word}: name these GPUs in roles.*.devices, which count them all")
                 before = self.variables.get(assignment[1], "") if assignment[2] else ""
                 value = before + PIECES.sub(self._piece, word[assignment.end() :]).replace(SPLIT, " ")
                 self.variables[assignment[1]] = (

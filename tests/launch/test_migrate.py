@@ -181,9 +181,16 @@ def test_the_fewest_values_are_left_out_for_what_the_loader_refuses(tmp_path: Pa
     assert len(left_out) == 2 and "--pipeline-model-parallel-size 3" in left_out[0] + left_out[1]
 
 
-def test_how_verl_samples_for_evaluation_is_not_dropped(tmp_path: Path) -> None:
-    one, _ = made("verl", "python -m verl.trainer.main_ppo rollout.val_kwargs.top_p=0.7", tmp_path)
-    assert "val_kwargs.top_p 0.7" in "".join(one.lists["hand"])
+def test_what_would_make_another_run_is_not_dropped(tmp_path: Path) -> None:
+    """GPUs that others may use, a checkpoint, an evaluation without training."""
+    words = "rollout.val_kwargs.top_p=0.7 trainer.resume_from_path=/c/global_step_20 trainer.val_only=True"
+    script = f"export CUDA_VISIBLE_DEVICES=4,5\npython -m verl.trainer.main_ppo {words} trainer.resume_mode=auto"
+    one, _ = made("verl", script, tmp_path)
+    hand = "".join(one.lists["hand"])
+    assert all(text in hand for text in ("val_kwargs.top_p 0.7", "training starts from model.path", "no run only"))
+    assert "line 1: CUDA_VISIBLE_DEVICES=4,5: name these GPUs in roles" in one.lists["said"][0]
+    one, _ = made("verl", script.replace("True", "False"), tmp_path)
+    assert "trainer.val_only false (line 2): changes nothing as it is set" in one.lists["gone"]
 
 
 def test_turns_on_the_gpus_of_several_nodes(tmp_path: Path) -> None:
