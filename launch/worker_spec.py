@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.config.run import LOCAL_HOSTS
 from ..core.errors import LaunchError
 from ..transport.address import make_private
 from .actor_spec import ActorSpec, GangRendezvous
@@ -86,6 +87,8 @@ def child_env(
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # CUDA may count the fastest first; our numbers are nvidia-smi's
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
+    # What actors start (servers, agents) speaks to them over loopback, whatever proxy the shell names for the world.
+    env["no_proxy"] = ",".join((*filter(None, [env.get("no_proxy") or env.get("NO_PROXY")]), *LOCAL_HOSTS))
     if actor.rank is not None:
         if meeting is None:
             raise ValueError(f"{actor.name} is a rank of {actor.rank.gang} and has no meeting place")

@@ -97,7 +97,7 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
         config(tmp_path, "roles.trainer.count=2", "roles.trainer.threads=3", 'roles.trainer.devices="0,5"'), 1
     )
     second = next(a for a in actors if a.name == "trainer/1")
-    base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9"}
+    base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9", "NO_PROXY": "here"}
     second = replace(second, attempt=2)
     env = child_env(base, second, spec_path="/s.json", run_id="run-1", meeting=GangRendezvous(address="h", port=5))
     assert env == {
@@ -105,6 +105,7 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "5",
         "TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "2", "MYXA_WORKER_SPEC": "/s.json",
+        "NO_PROXY": "here", "no_proxy": "here,localhost,127.0.0.1,::1",
     }  # fmt: skip
 
 
