@@ -266,6 +266,8 @@ def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
     values = {
         "name": name, "nodes": nodes, "gpus": gpus, "time": options.time, "image": options.image,
         "volume": options.volume, "folder": options.folder, "launch": words,
+        "run": config.run.name,
+        "runs": "runs" if Path(config.run.dir) == Path.cwd() / "runs" else shlex.quote(config.run.dir),
         "gres": f"#SBATCH --gres=gpu:{gpus}\n" if gpus else "",
         "limits": f"{{nvidia.com/gpu: {gpus}}}" if gpus else "{}",
         "devices": f"[{{driver: nvidia, count: {gpus}, capabilities: [gpu]}}]" if gpus else "[]",

@@ -58,13 +58,25 @@ def test_a_batch_script(run_file: Path, capsys: pytest.CaptureFixture[str], tmp_
 
     def started(*words: str) -> str:
         done = subprocess.run(
-            ["bash", str(tmp_path / "job"), *words], env=env, capture_output=True, text=True, check=True
+            ["bash", "job", *words], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
         )
         return done.stdout
 
     tail = "--rdzv-file /there/rdzv-7 --finish-timeout 100\n"
-    assert started() == f"--kill-on-bad-exit=1 myxa launch {run_file} --set run.seed=3 {tail}"
+    first = f"--kill-on-bad-exit=1 myxa launch {run_file} --set run.seed=3 --set run.name=two_nodes-7 {tail}"
+    assert started() == first
     assert started("runs/latest") == f"--kill-on-bad-exit=1 myxa resume runs/latest {tail}"
+
+    def make_run(name: str, checkpoint: str) -> None:
+        (tmp_path / "runs" / name / "checkpoints" / checkpoint).mkdir(parents=True)
+
+    make_run("two_nodes-6-20260101-000000", "version_00000004")
+    make_run("two_nodes-7-20260101-000000", "")
+    assert started() == first, "no checkpoint of this job is there"
+    for version in ("version_00000002", "version_00000004"):
+        make_run("two_nodes-7-20260101-000001", version)
+    again = f"--kill-on-bad-exit=1 myxa resume runs/two_nodes-7-20260101-000001 {tail}"
+    assert started() == again, "as a job that Slurm has put into the queue again"
 
 
 def test_manifests(run_file: Path, capsys: pytest.CaptureFixture[str]):
