@@ -29,7 +29,7 @@ SOCKET_NAME_ROOM = 56
 
 _LOCK = ".lock"
 _JANITOR = (
-    'trap "" INT TERM HUP; until cat >/dev/null; do sleep 0.2; done; '
+    'trap "" INT TERM HUP USR1 USR2; until cat >/dev/null; do sleep 0.2; done; '
     '[ -e "$1" ] || exit 0; rm -rf -- "$@"; sleep 2; rm -rf -- "$@"'
 )
 """`cat` fails if it is killed, and ends well only with the launcher. The folder is removed twice, since a child that

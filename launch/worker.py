@@ -1,7 +1,7 @@
 """Entry of every actor process: `python -m myxa.launch.worker`, with MYXA_WORKER_SPEC naming its description.
 
 Serves until its launcher sends ORDERLY_END. Exit status 0 then, else that of the error; the last line of the log is the
-error's message. SIGTERM is the launcher's to act on: Slurm and systemd send it to every process of a job.
+error's message. SIGTERM is the launcher's to act on, as is what else Slurm and systemd send to every process of a job.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .actor_spec import ActorSpec
 from .contracts import process_name
 from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
+from .nodes.stop_signals import SCHEDULERS
 from .process_actor import LoopWatch, ProcessActor
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
@@ -57,7 +58,8 @@ async def serve(spec: ProcessSpec) -> None:
     loop = asyncio.get_running_loop()
     stop_requested: asyncio.Future[None] = loop.create_future()
     loop.add_signal_handler(ORDERLY_END, lambda: stop_requested.done() or stop_requested.set_result(None))
-    loop.add_signal_handler(signal.SIGTERM, lambda: _log.info("SIGTERM is the launcher's to act on"))
+    for number in SCHEDULERS:
+        loop.add_signal_handler(number, _log.info, "%s is the launcher's to act on", number.name)
     node = await attach_worker(spec)
     watch = _watch_for_users_code(spec.actor, config, lambda: node.busy_s)
     try:

@@ -42,8 +42,8 @@ class Adopted:
             return -signal.SIGKILL
 
 
-ORDERLY_END = signal.SIGUSR2
-"""From a launcher to a worker. Not SIGTERM, which schedulers send to every process of a job at once: the launcher ends
+ORDERLY_END = signal.SIGRTMIN
+"""From a launcher to a worker. None of those that schedulers send to every process of a job at once: the launcher ends
 the run in order, and its actors are needed for that."""
 
 

@@ -1,7 +1,9 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first signal requests an orderly end, the second ends everything at once.
+"""Ctrl-C, a scheduler's signal and a closed terminal: the first requests an orderly end, the second ends everything at
+once.
 
 `timeout` and `uv run` send one signal twice, so one that follows within `TWICE_S` counts as the same. Kernel and shell
-may both report a closed terminal, so SIGHUP never counts as the second. nohup has SIGHUP ignored.
+may both report a closed terminal, and batch scripts choose SIGUSR1 or SIGUSR2 for Slurm's warning (`--signal`), which
+SIGTERM may precede: these never count as the second. nohup has SIGHUP ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send: an orderly end after it is no failure. They may send it to every process of a job."""
 CTRL_C = "Ctrl-C"
 TWICE_S = 0.5
 
@@ -31,7 +36,7 @@ def stop_signals(on_request: Callable[[str, int], None]) -> Generator[asyncio.Fu
         if first_s == math.inf:
             first_s = loop.time()
             on_request(CTRL_C if number is signal.SIGINT else number.name, int(number))
-        elif number is not signal.SIGHUP and loop.time() > first_s + TWICE_S and not forced.done():
+        elif number not in WARNINGS and loop.time() > first_s + TWICE_S and not forced.done():
             forced.set_result(int(number))
 
     for number in caught:

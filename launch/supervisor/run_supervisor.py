@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +64,7 @@ from ..contracts import (
 )
 from ..first_failure import CAUSE, Failures
 from ..host import hold_port
+from ..nodes.stop_signals import SCHEDULERS
 from ..run_dir import RunDir
 from ..views.run_view import ActorFacts
 from ..worker_spec import DEFAULT_PROGRAM
@@ -109,8 +109,8 @@ class StopRequest:
     signal: int
 
     def exit_code(self, *, is_orderly: bool) -> int:
-        """130 after Ctrl-C, as shells have it; a scheduler's SIGTERM is no failure if the run ended orderly."""
-        return 0 if self.signal == signal.SIGTERM and is_orderly else 128 + self.signal
+        """130 after Ctrl-C, as shells have it; a scheduler's signal is no failure if the run ended orderly."""
+        return 0 if self.signal in SCHEDULERS and is_orderly else 128 + self.signal
 
 
 class RunSupervisor(SupervisorContract):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -104,15 +105,15 @@ def test_neither_a_coordinator_nor_a_worker_that_hangs_at_the_end_is_waited_for_
         assert (one.dir / "monitor.stopped").exists(), "the others end well"
 
 
-def test_a_sigterm_to_every_process_of_a_job_ends_the_run_in_order(tmp_path: Path, run):
-    """What Slurm's scancel and systemd do: the launcher ends the run, and its actors are there for that."""
+def test_a_schedulers_signal_to_every_process_of_a_job_ends_the_run_in_order(tmp_path: Path, run):
+    """What Slurm (scancel, --signal=USR1@90) and systemd do: the launcher ends the run, its actors are there for that."""
     with run(tmp_path, "up") as one:
         one.until_serving(*FIRST)
         children = one.children()
-        for name in FIRST:
-            os.kill(one.pid_of(name), signal.SIGTERM)
+        for name, number in itertools.product(FIRST, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)):
+            os.kill(one.pid_of(name), number)
         time.sleep(0.5)  # an actor that ended now would be started again
-        one.signal(signal.SIGTERM)
+        one.signal(signal.SIGUSR1)
         assert one.ended() == 0, one.evidence()
         one.until_gone(children)
         assert not [path for path in (one.dir / "logs").glob("*.log") if path.name.split(".")[-2] == "1"]

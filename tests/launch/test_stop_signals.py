@@ -26,8 +26,10 @@ async def test_one_signal_that_comes_twice_at_once_is_one_request() -> None:
     assert await forced_by((0, signal.SIGINT), (0.02, signal.SIGTERM)) == (["Ctrl-C"], 0)
 
 
-async def test_a_second_request_forces_the_end_and_a_closed_terminal_does_not() -> None:
+async def test_a_second_request_forces_the_end_and_a_warning_does_not() -> None:
     later_s = TWICE_S + 0.05
     assert await forced_by((0, signal.SIGINT), (later_s, signal.SIGINT)) == (["Ctrl-C"], signal.SIGINT)
     assert await forced_by((0, signal.SIGTERM), (0, signal.SIGTERM), (later_s, signal.SIGTERM)) == (["SIGTERM"], 15)
-    assert await forced_by((0, signal.SIGTERM), (later_s, signal.SIGHUP)) == (["SIGTERM"], 0)
+    for warning in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        assert await forced_by((0, signal.SIGTERM), (later_s, warning)) == (["SIGTERM"], 0)
+        assert await forced_by((0, warning), (later_s, signal.SIGTERM)) == ([warning.name], signal.SIGTERM)
