@@ -26,6 +26,8 @@ class NodeFacts(Record, frozen=True, kw_only=True):
     """At which other nodes reach it."""
     machine: str = ""
     """The running system (boot id): what it shares with others of the same is memory, not only files."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of those that its actors see."""
     is_late: bool = False
     """It joins a live run; its number is the one that `enlist` gave it."""
     problem: str = ""

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvloop
 from rich.console import Console
 
@@ -37,7 +38,15 @@ from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
 from .nodes.agent import Agent, AgentOptions
 from .nodes.follower import follow
-from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, with_start
+from .nodes.launch_options import (
+    LaunchOptions,
+    agent_options,
+    check_own,
+    facts_of,
+    fork_server_of,
+    seen_gpus,
+    with_start,
+)
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .nodes.stop_signals import stop_signals
@@ -168,7 +177,8 @@ async def _made_ready(
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
         config = await in_daemon_thread(partial(fetched, config, say=waiting.say, doing=waiting.now), "hub")
         waiting.now("checking what the run needs")
-        await in_daemon_thread(partial(check_own, config, actors, options.program, 0), "checks")
+        for text in await in_daemon_thread(partial(check_own, config, actors, options.program, 0), "checks"):
+            waiting.say(f"warning: {text}")
         waiting.now("copying code, and making the rows of environments")
         if options.run_dir is not None:  # refuse before anything there is changed
             await in_daemon_thread(partial(freeze, config, options.run_dir.path), "freeze")
@@ -206,7 +216,8 @@ async def _conduct(
     agent = Agent(own, rendezvous.exit_seen)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
-    await supervisor.join(facts_of(options.place, rendezvous))
+    gpus = await in_daemon_thread(partial(seen_gpus, supervisor.actors.specs, 0), "gpus")
+    await supervisor.join(msgspec.structs.replace(facts_of(options.place, rendezvous), gpus=gpus))
     lead = Lead(
         supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
         say=screen.say, tell=screen.tell,

@@ -6,7 +6,7 @@ It leaves the estimates to `myxa plan` (`plan.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...actors.hub import cached
@@ -15,6 +15,7 @@ from ...core.config.loading import Finding
 from ..actor_spec import ActorSpec
 from . import files, node, run_arithmetic
 from .check import Check, CheckedRun, run_checks
+from .files import train_rows
 from .machine import MACHINE_CHECKS, MachineFacts
 from .memory_estimate import memory_findings, slow_transfer
 
@@ -46,16 +47,24 @@ ABSENT_S = 7.0
 """How long a run that is started waits for an attached server that is not there."""
 
 
-def check_node(config: RunConfig, actors: Iterable[ActorSpec], checks: tuple[Check, ...] = CHECKS) -> None:
-    """Raise what is wrong for these actors of this node: one error as it is, several as one of the first one's kind."""
-    run = CheckedRun(cached(config), actors, wait_s=ABSENT_S)
-    found = run_checks(checks, run, "run file", "named files", "node")
-    errors = [one.error for one in found if one.severity == "error"]
+def check_node(
+    config: RunConfig, actors: Iterable[ActorSpec], node: int = 0, checks: tuple[Check, ...] = CHECKS
+) -> tuple[str, ...]:
+    """Raise what is wrong for actors of this node: one error as it is, several as one of the first one's kind. Returns
+    what is worth a look: on node 0 also by estimates, which are of all nodes."""
+    actors, config = tuple(actors), cached(config)
+    run = CheckedRun(config, [actor for actor in actors if actor.node == node], wait_s=ABSENT_S)
+    findings = list(run_checks(checks, run, "run file", "named files", "node"))
+    errors = [finding.error for finding in findings if finding.severity == "error"]
     if len(errors) == 1:
         raise errors[0]
     if errors:
         lines = "\n".join(f"  {error}" for error in errors)
         raise type(errors[0])(f"the run cannot start: {len(errors)} problems\n{lines}")
+    if node == 0:
+        rows: dict[Callable[..., object], object] = {train_rows: run.once(train_rows)} if run.of("buffer") else {}
+        findings += run_checks(checks, CheckedRun(config, actors, known=rows), "estimate")
+    return tuple(dict.fromkeys(finding.error.message for finding in findings))
 
 
 MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}

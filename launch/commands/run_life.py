@@ -339,7 +339,7 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     def check(config: RunConfig) -> None:
         actors = place(config, 1)
         if options.no_start:
-            check_node(config, actors, RESUME_CHECKS)
+            check_node(config, actors, checks=RESUME_CHECKS)
             return
         program = options.program or RunOrigin.load(options.run_dir).program
         check_own(config, actors, program, 0)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -35,7 +35,7 @@ from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
 from ..waiting import Waiting
 from .agent import Agent
-from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of
+from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, seen_gpus
 from .rendezvous import NodeRendezvous, join_rendezvous
 from .stop_signals import CTRL_C, stop_signals
 
@@ -102,11 +102,12 @@ class _Follower:
             finally:
                 work.cancel()
         config = work.result()
+        gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, place.rank), "gpus")
         server = fork_server_of(config, reply.actors, reply.program, place.rank, runtime)
         own_options = agent_options(options, place, self._rendezvous, runtime, config, server)
         agent = Agent(own_options, self._rendezvous.exit_seen)
         await self._rendezvous.node.start(agent, name=agent_name(place.rank))
-        await self._join()
+        await self._join(gpus=gpus)
         agent.mind_node_0()
         if not options.is_late:
             farewell = await _lend(agent, self._supervisor.stop_run)
@@ -127,7 +128,8 @@ class _Follower:
             config = await in_daemon_thread(fetch, "hub")
             waiting.now("checking what its actors need")
             check = partial(check_own, config, reply.actors, reply.program, self._place.rank)
-            await in_daemon_thread(check, "checks")
+            for text in await in_daemon_thread(check, "checks"):
+                waiting.say(f"warning: {text}")
         except MyxaError as error:
             _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
             with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason
@@ -135,7 +137,7 @@ class _Follower:
             raise
         return config
 
-    async def _join(self, **more: str) -> None:
+    async def _join(self, **more: Any) -> None:
         facts = msgspec.structs.replace(self._facts, **more)
         if reason := await self._answer(lambda: self._supervisor.join(facts)):
             raise LaunchError(f"node 0 refused this node: {reason}")

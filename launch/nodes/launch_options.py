@@ -19,6 +19,7 @@ from ...core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..actor_spec import ActorSpec
 from ..composition.weight_channels import choose_channel
 from ..contracts import NodeFacts
+from ..host import look_at_gpus
 from ..node_place import ALONE, NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
@@ -50,14 +51,14 @@ class LaunchOptions:
     """This node joins a live run."""
 
 
-def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> None:
-    """Whether this node has what its actors need, by our own composition root. Raises as `check_node`."""
+def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> tuple[str, ...]:
+    """Whether this node has what its actors need, by our own composition root. Raises and returns as `check_node`."""
     if program == DEFAULT_PROGRAM:
         from ..checks.all_checks import check_node  # while a fork server does its imports
 
-        check_node(config, [actor for actor in actors if actor.node == node])
-    else:
-        _check_program(program)
+        return check_node(config, actors, node)
+    _check_program(program)
+    return ()
 
 
 def fork_server_of(
@@ -100,6 +101,13 @@ def facts_of(place: NodePlace, rendezvous: NodeRendezvous, *, is_late: bool = Fa
         node=place.rank, version=__version__, host=socket.gethostname(), address=rendezvous.address,
         machine=boot_id(), is_late=is_late, nonce=secrets.token_hex(8),
     )  # fmt: skip
+
+
+def seen_gpus(actors: Sequence[ActorSpec], node: int) -> tuple[str, ...]:
+    """UUIDs of the GPUs that actors of this node see. Asks the driver."""
+    numbers = {number for actor in actors if actor.node == node for number in actor.visible_devices}
+    gpus = look_at_gpus().found if numbers else ()
+    return tuple(gpus[number].uuid for number in sorted(numbers) if number < len(gpus))
 
 
 def agent_options(

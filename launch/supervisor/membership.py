@@ -59,13 +59,13 @@ class Membership:
 
     def join(self, facts: NodeFacts) -> str:
         """A node wants to join, or cannot: why it takes no part, or empty. The same launcher may repeat its request."""
-        if facts.problem:
-            problem = f"node {facts.node} ({facts.host}) cannot take part: {facts.problem}"
+        if cause := facts.problem or self._gpu_problem(facts):
+            problem = f"node {facts.node} ({facts.host}) cannot take part: {cause}"
             _log.error("%s", problem)
             if not facts.is_late:
                 self._declined = self._declined or problem
                 self._changed.set()
-            return facts.problem
+            return cause
         if self._is_member(facts):
             return ""
         if reason := self._objection(facts):
@@ -79,6 +79,15 @@ class Membership:
         self._doing.pop(facts.node, None)
         self._nodes[facts.node] = facts
         self._changed.set()
+        return ""
+
+    def _gpu_problem(self, facts: NodeFacts) -> str:
+        for member in self._nodes.values():
+            if member.node != facts.node and (shared := set(facts.gpus) & set(member.gpus)):
+                return (
+                    f"its actors and those of node {member.node} use the same GPUs ({', '.join(sorted(shared))}): "
+                    "start one launcher on each machine (srun --ntasks-per-node=1), or name other GPUs in roles"
+                )
         return ""
 
     def _is_member(self, facts: NodeFacts) -> bool:

@@ -22,7 +22,11 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
     """One checkpoint is written beside training, and one that training waits for at the end."""
     segments = own_segments()
     with job.start(
-        "run.num_steps=100000", "trainer.checkpoint_every=2", "trainer.async_save=true", *job.paced()
+        "run.num_steps=100000",
+        "trainer.checkpoint_every=2",
+        "trainer.async_save=true",
+        "rollout.top_p=0.99",
+        *job.paced(),
     ) as process:
         wait_until(lambda: _steps(job) >= 4, "the fourth step")
         pids = [p.pid for p in process.below()]
@@ -34,6 +38,7 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
         said, _ = process.communicate(timeout=60)
     first = job.run_dir()
     assert process.returncode == 129, said
+    assert said.count("warning: rollout.top_p = 0.99: tokens are drawn from a part of the distribution") == 1
     assert not is_alive(pids)
     assert not [s for s in sockets if os.path.exists(str(s))]
     assert own_segments() <= segments

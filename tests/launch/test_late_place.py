@@ -284,6 +284,20 @@ async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict
         await members.gather(0.01)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_launchers_of_one_machine_whose_actors_use_the_same_gpu_end_the_run_at_once(first: int):
+    """As with one task a GPU, which other programs want. Tasks that see a GPU each may stay, whatever its number."""
+    nodes = [NodeFacts(node=n, version=__version__, host="h", gpus=("GPU-a", f"GPU-{n}")) for n in (0, 1)]
+    members = Membership(2, EnlistReply())
+    assert members.join(nodes[first]) == ""
+    assert f"those of node {first} use the same GPUs (GPU-a)" in members.join(nodes[1 - first])
+    with pytest.raises(LaunchError, match=rf"node {1 - first} \(h\) cannot take part: .*one launcher on each machine"):
+        await members.gather(60.0)
+    apart = Membership(2, EnlistReply())
+    assert [apart.join(replace(facts, gpus=facts.gpus[1:])) for facts in nodes] == ["", ""]
+    await apart.gather(0.01)
+
+
 def test_a_run_on_recorded_groups_has_no_rollout_actors_and_gets_none(tmp_path: Path):
     run = config(tmp_path, 'data.preset="recorded"', 'models.judge={path="j"}', "roles.rollout.count=3")
     there = present(run)
