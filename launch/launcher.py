@@ -49,12 +49,12 @@ from .nodes.launch_options import (
 )
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
-from .nodes.stop_signals import stop_signals
 from .run_dir import RunDir
 from .run_lineage.origin import RunOrigin
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen
+from .stop_signals import stop_signals
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSetup, RunSupervisor
 from .views.live import lasting

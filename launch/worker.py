@@ -34,8 +34,8 @@ from .actor_spec import ActorSpec
 from .contracts import process_name
 from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
-from .nodes.stop_signals import SCHEDULERS
 from .process_actor import LoopWatch, ProcessActor
+from .stop_signals import SCHEDULERS
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]

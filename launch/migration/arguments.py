@@ -175,7 +175,9 @@ class Script:
                 self._set_array(token["array"], token["body"], is_taken=not self.depth and not is_joined)
             elif assignment is not None:
                 if assignment[1] == DEVICES:
-                    self.arguments.remark(self.line, f"{word}: name these GPUs in roles.*.devices, which count them all")
+                    self.arguments.remark(
+                        self.line, f"{word}: name these GPUs in roles.*.devices, which count them all"
+                    )
                 before = self.variables.get(assignment[1], "") if assignment[2] else ""
                 value = before + PIECES.sub(self._piece, word[assignment.end() :]).replace(SPLIT, " ")
                 self.variables[assignment[1]] = (

@@ -33,11 +33,11 @@ from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
 from ..first_failure import RunEnd
 from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
+from ..stop_signals import CTRL_C, stop_signals
 from ..waiting import Waiting
 from .agent import Agent
 from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, seen_gpus
 from .rendezvous import NodeRendezvous, join_rendezvous
-from .stop_signals import CTRL_C, stop_signals
 
 _log = logging.getLogger("myxa.launcher")
 

@@ -64,8 +64,8 @@ from ..contracts import (
 )
 from ..first_failure import CAUSE, Failures
 from ..host import hold_port
-from ..nodes.stop_signals import SCHEDULERS
 from ..run_dir import RunDir
+from ..stop_signals import SCHEDULERS
 from ..views.run_view import ActorFacts
 from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership

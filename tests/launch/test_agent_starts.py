@@ -33,7 +33,7 @@ from myxa.launch.contracts import (
 from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
-from myxa.launch.nodes.stop_signals import TWICE_S
+from myxa.launch.stop_signals import TWICE_S
 from myxa.transport.node import Node
 
 
