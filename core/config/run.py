@@ -443,7 +443,8 @@ class RolloutSettings(Section, frozen=True):
     is finished without it."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What happens to running generations while weights are swapped: in_place (wait, keep KV), retract (KV is
-    rebuilt), abort (returned to the buffer with their tokens)."""
+    rebuilt, in SGLang that of prompts only with sglang.disable_radix_cache), abort (returned to the buffer with their
+    tokens)."""
 
     save_partials_s: NonNegativeFloat = 5.0
     """Seconds between two reports of the tokens so far to the buffer, so that a rollout actor that is killed costs no

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..suggestion import nearest
-from .section import IS_FROZEN, Conflict, Section, Table, as_array, as_table, clashes
+from .section import Conflict, Section, Table, as_array, as_table, clashes
 
 GroupKind = Literal["regular", "prefill", "decode"]
 
@@ -82,12 +82,6 @@ OWNED: Mapping[str, str] = {
 _ALONE = "a launched server answers requests alone; start such servers yourself and name them in engine.attach"
 _GROUPS = 'make groups of servers, [engine.groups.NAME] with kind = "prefill" and kind = "decode"'
 _ADAPTERS = 'set lora.rank and lora.rollout = "adapter"'
-_BY_TOKENS = "its cache is found by tokens alone, and would answer with what older weights left"
-NOT_UPDATED: Mapping[str, str] = {
-    **dict.fromkeys(("hicache_storage_backend", "enable_lmcache", "enable_flexkv"), _BY_TOKENS),
-    "tokenizer_worker_num": "of several processes, one alone hears of a new weight version",
-}
-"""ServerArgs field -> why a server that was started so cannot get new weights, by SGLang 0.5.17's source."""
 CANNOT: Mapping[str, str] = {
     **dict.fromkeys(("encoder_", "language_only"), _ALONE),
     **dict.fromkeys(("disaggregation_mode", "disaggregation_bootstrap_port"), _GROUPS),
@@ -101,24 +95,10 @@ CANNOT: Mapping[str, str] = {
     "chat_template": "prompts are rendered by the run, token ids travel; set data.chat_template",
     "preferred_sampling_params": "each request says how it is sampled; set [rollout]",
     "revision": "say it in model.path, a hub id: org/name@revision",
-    **NOT_UPDATED,
 }
 """Beginning of a ServerArgs field -> why a run cannot do what it asks for, and what to do instead. The empty value, or
 what switches it off, says nothing and is allowed."""
 OFF = (False, "", "null", 0)
-
-
-def is_off(name: str, value: object) -> bool:
-    """Whether this value says nothing."""
-    return value is None or value in OFF or (name == "tokenizer_worker_num" and value == 1)
-
-
-def _cannot(name: str, value: object) -> str:
-    """Why a run cannot do what it asks for, and what to do instead; empty: it can, or the file was loaded before."""
-    why = next((why for start, why in CANNOT.items() if name.startswith(start)), "")
-    return "" if is_off(name, value) or (name in NOT_UPDATED and IS_FROZEN.get()) else why
-
-
 SIZES = ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size")
 """Numbers of ranks of a server."""
 
@@ -129,7 +109,7 @@ def owned_conflicts(table: Mapping[str, Any], place: str = "sglang") -> Iterator
     for key, value in table.items():
         if key in OWNED:
             yield Conflict(f"{place}.{key}", f"is myxa's own; {OWNED[key]}")
-        elif why := _cannot(key, value):
+        elif value not in OFF and (why := next((why for start, why in CANNOT.items() if key.startswith(start)), "")):
             yield Conflict(f"{place}.{key}", f"is nothing that a run can do: {why}")
         elif key in SIZES and (type(value) is not int or value < 0):
             yield Conflict(f"{place}.{key}", f"must be a whole number, is {value!r:.40}: GPUs are counted by it")

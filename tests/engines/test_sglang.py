@@ -68,7 +68,7 @@ async def test_no_request_is_longer_than_the_server_reads_and_writes(caplog: pyt
     for facts, longest, is_told in (
         ({"context_length": 100, "max_req_input_len": 94}, 94, False),
         ({"context_length": 400, "max_req_input_len": 394}, 128, False),
-        ({"context_length": 128, "max_req_input_len": 50}, 50, True),
+        ({"context_length": 128, "max_req_input_len": 60, "page_size": 5}, 50, True),
     ):
         settings = options(context_length=128 if facts["context_length"] > 100 else 0)
         caplog.clear()

@@ -240,6 +240,7 @@ class SglangEngine:
         self._context_length = self._context_length or served_length or self._options.model_context_length
         if longest := whole_number(facts, "max_req_input_len"):
             if longest + LENGTH_RESERVE < self._context_length:
+                longest = max(longest - 2 * whole_number(facts, "page_size"), 1)
                 _log.warning(
                     "%s: its cache has room for %d tokens; prompt and answer can have no more", self._place, longest
                 )

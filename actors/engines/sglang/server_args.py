@@ -9,18 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ....core.config.servers import (
-    NOT_UPDATED,
-    NOT_WITH_ADAPTERS,
-    ServerShape,
-    guesser,
-    is_off,
-    speculation_conflicts,
-)
+from ....core.config.servers import NOT_WITH_ADAPTERS, OFF, ServerShape, guesser, speculation_conflicts
 from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
 from .wire import ALWAYS_SAID
@@ -245,11 +239,19 @@ class SglangNeeds:
             yield "preferred_sampling_params", f"it would set {', '.join(sorted(names))} of requests that say none"
         if not self.channel:
             return
-        yield from ((name, why) for name, why in NOT_UPDATED.items() if not is_off(name, facts.get(name)))
+        version = [int(number) for number in re.findall(r"\d+", str(facts.get("version", "")))[:3]]
+        for name in KEPT_BY_TOKENS if version < STORED_BY_KEY else ():
+            if facts.get(name) not in (None, *OFF):
+                yield name, "its cache is found by tokens alone, and would answer with what older weights left"
+        if facts.get("tokenizer_worker_num", 1) not in (0, 1):
+            yield "tokenizer_worker_num", "of several processes, one alone hears of a new weight version"
         is_written = self.channel in WRITTEN_CHANNELS or facts.get("enable_dp_attention")
         if not is_written and isinstance(replicas, int) and replicas > 1:
             yield "dp_size", f'SGLang takes weights from devices (weights.channel = "{self.channel}") into one replica'
 
 
 NO_NEEDS = SglangNeeds()
+KEPT_BY_TOKENS = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
+STORED_BY_KEY = [0, 5, 23]
+"""SGLang that keeps apart there what requests keep apart by `extra_key`."""
 ADAPTER_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")

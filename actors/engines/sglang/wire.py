@@ -375,7 +375,9 @@ FACTS_FIELDS = ("model_path", "context_length", "internal_states", "max_running_
 FIRST_VERSION = (0, 5)
 """Of SGLang, whose routes these are."""
 ATTACH_REMEDY = "mend engine.attach, or start an SGLang server there"
-KEY_REMEDY = "set engine.key_env to the variable that holds the server's --admin-api-key"
+KEY_REMEDY = (
+    "set engine.key_env to the variable that holds the server's --admin-api-key, which its --api-key must be too"
+)
 LOSES_EXPERTS: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     (lambda facts: bool(guesser(facts)), "it guesses tokens ahead, and SGLang keeps no experts of those"),
     (lambda facts: facts.get("enable_hierarchical_cache") is True, "its cache comes back without experts"),
