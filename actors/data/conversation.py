@@ -139,6 +139,11 @@ def _message(value: object, place: str) -> Message:
         table = _by_role(table, place)
     if media := [key for key in MEDIA_KEYS if table.get(key)]:
         raise RowError(f"{place} holds {', '.join(media)}: only text is trained on", "leave such rows out")
+    if table.get("function_call"):
+        raise RowError(
+            f"{place} holds function_call, the old form of tool_calls, which chat templates do not write",
+            'write "tool_calls": [{"type": "function", "function": {...}}], and the role "tool" for what is answered',
+        )
     role, content = table.get("role"), table.get("content")
     if not isinstance(role, str) or not role:
         raise RowError(f"{place} has no role", 'write {"role": ..., "content": ...}')
@@ -195,6 +200,14 @@ def parse_tools(value: object, key: str) -> tuple[dict[str, Any], ...]:
         except NotJson as error:
             raise RowError(f'column "{key}" holds a text that is not JSON: {error}', "write a list of tools") from error
     return _objects(value, f'column "{key}"', 'a list of tools: [{"type": "function", "function": {...}}]')
+
+
+def holds_tools(value: object) -> bool:
+    """Whether it is what `parse_tools` takes, and not empty."""
+    try:
+        return any(tool.keys() & {"function", "name"} for tool in parse_tools(value, ""))
+    except RowError:
+        return False
 
 
 def _objects(value: object, place: str, example: str) -> tuple[dict[str, Any], ...]:

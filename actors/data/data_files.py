@@ -21,10 +21,10 @@ from ...core.errors import ConfigError, DataError, raised_as
 from .columnar import ColumnarFile, Kind
 from .layout import RowLayout
 from .recorded import RecordedGroups
-from .row_file import BOM, GZIP_MAGIC, ZSTD_MAGIC, FileBytes, JsonlFile, Row, RowFile
+from .row_file import BOM, PACKED, FileBytes, JsonlFile, Row, RowFile
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".ipc")
-PACKED = (".gz", ".zst")
+PACKINGS = (".gz", ".zst")
 FORMATS = "JSONL, JSON arrays (both also as .gz or .zst), parquet and Arrow files are read"
 HEAD_BYTES = 512
 NO_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
@@ -37,20 +37,18 @@ LEDGER_MAGIC, TAR_AT = b"SQLite format 3", 257
 FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer, not the data itself", "fetch the data: `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
-    *((magic, f"{name}-compressed", "unpack it") for magic, name in (
-        (b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"7z\xbc\xaf", "7z"), (b"\x04\x22\x4d\x18", "lz4"))),
+    (b"BZh", "bzip2-compressed", "unpack it"), (b"\xfd7zXZ", "xz-compressed", "unpack it"),
     (b"\xff\xfe\x00\x00", "UTF-32 text", "save it as UTF-8"),
     *((magic, "UTF-16 text", "save it as UTF-8")
       for magic in (b"\xff\xfe", b"\xfe\xff", b"{\x00", b"[\x00", b"\x00{", b"\x00[")),
-    (b"PARE", "encrypted parquet", "decrypt it"),
-    (b"FEA1", "a Feather file of version 1", "write it again as parquet"),
-    *((magic, f"{name} file", "write it as JSONL") for magic, name in (
-        (b"\x93NUMPY", "a numpy"), (b"\x80\x04", "a pickle"), (b"\x80\x05", "a pickle"), (b"ORC", "an ORC"),
-        (b"Obj\x01", "an Avro"), (b"\x89HDF", "an HDF5"), (b"\xd0\xcf\x11\xe0", "an Excel"), (b"<?xml", "an XML"))),
+    (b"<?xml", "an XML file", "write it as JSONL"),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
+KNOWN = re.compile(rb"[{\[]|SQLite format 3|PAR1|ARROW1|\xff{4}|" + PACKED.pattern)
+BINARY = re.compile(rb"[\x01-\x08\x0e-\x1f]|[\xc0-\xff](?![\x80-\xbf]|$)|(?<![\x80-\xff])[\x80-\xbf]")
+"""In what is no text in UTF-8."""
 UNREAD = (".csv", ".tsv", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".part")
-SHARD = re.compile(r"(?P<head>.*-)(?P<number>\d{5})-of-(?P<total>\d{5}).*")
+SHARD = re.compile(r"(?P<head>(?:.*[-._])?)(?P<number>\d{5})-of-(?P<total>\d{5}).*")
 SPLIT = re.compile(r"(?:^|[-_.])(train|training|test|testing|valid|validation|val|dev|eval)(?=[-_.])", re.IGNORECASE)
 
 
@@ -190,7 +188,7 @@ def _is_left_out(path: Path) -> bool:
 def _suffix(name: str) -> str:
     """Of a data file, with that of its packing; empty for another file."""
     name = name.lower()
-    packing = next(filter(name.endswith, PACKED), "")
+    packing = next(filter(name.endswith, PACKINGS), "")
     suffix = next(filter(name.removesuffix(packing).endswith, SUFFIXES), "")
     return suffix + packing if suffix else ""
 
@@ -204,19 +202,13 @@ def _kind(path: str, key: str) -> Kind | str:
             "orient='records', lines=True)`",
         )
     head, packing = _head(path, key)
-    if not head.removeprefix(BOM):
-        raise DataError(f"{path}: the file is empty", remedy="write one JSON object per line")
-    for magic, kind, remedy in FOREIGN_MAGIC:
-        if head.lstrip(b" \r\n\t").startswith(magic):
-            raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
-    if b"\0" in head[:TAR_AT] and head[TAR_AT:].startswith(b"ustar"):
-        raise DataError(f"{path}: is a tar archive", remedy=f"unpack it; {FORMATS}")
+    _check_text_or_known(path, head)
     if head.startswith(LEDGER_MAGIC):
         return "ledger"
     columnar = next((kind for magic, kind in COLUMNAR_MAGIC if head.startswith(magic)), None)
     if columnar and packing:
         raise DataError(f"{path}: is {packing}-compressed {columnar}", remedy="unpack it")
-    if head.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
+    if PACKED.match(head):
         raise DataError(f"{path}: is compressed twice", remedy="unpack it once")
     if not columnar and path.endswith(SUFFIXES[3:]) and not head.removeprefix(BOM).lstrip().startswith((b"{", b"[")):
         raise DataError(
@@ -224,6 +216,20 @@ def _kind(path: str, key: str) -> Kind | str:
             remedy="copy it again, or name it after what it is",
         )
     return columnar or "json"
+
+
+def _check_text_or_known(path: str, head: bytes) -> None:
+    if not head.removeprefix(BOM):
+        raise DataError(f"{path}: the file is empty", remedy="write one JSON object per line")
+    for magic, kind, remedy in FOREIGN_MAGIC:
+        if head.lstrip(b" \r\n\t").startswith(magic):
+            raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
+    if b"\0" in head[:TAR_AT] and head[TAR_AT:].startswith(b"ustar"):
+        raise DataError(f"{path}: is a tar archive", remedy=f"unpack it; {FORMATS}")
+    if not KNOWN.match(head) and BINARY.search(head[:16]):
+        raise DataError(
+            f"{path}: is a binary file, which begins with {head[:8]!r}", remedy=f"unpack it, or write JSONL; {FORMATS}"
+        )
 
 
 def _head(path: str, key: str) -> tuple[bytes, str]:

@@ -20,7 +20,14 @@ from ...core.config import RewardSettings
 from ...core.config.data import DataSettings
 from ...core.samples import DEMONSTRATION, DEMONSTRATION_TURNS, LOSS_KEYS, MARGIN, PAIR, Message, Prompt
 from ...core.suggestion import suggest
-from .conversation import check_switches, check_unified, parse_json_messages, parse_messages, parse_tools
+from .conversation import (
+    check_switches,
+    check_unified,
+    holds_tools,
+    parse_json_messages,
+    parse_messages,
+    parse_tools,
+)
 from .row_file import Columns, NotJson, RowError, exact_json
 
 LABEL_REWARDS = frozenset({"exact", "numeric", "math", "f1", "choice", "unit_tests"})
@@ -66,6 +73,8 @@ MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 """The model would read their place holders as text. The last ones may be a text that is the name of something else."""
 ARGUMENT_COLUMNS = ("chat_template_kwargs", "enable_thinking")
 """Of TRL and verl: arguments of the chat template for one row."""
+TOOL_COLUMNS = ("tools", "functions", "tool_defs")
+"""Names of the tools in OpenAI's rows and in those of `verifiers`: without them a prompt is another one."""
 NOT_ASKED = ("assistant", "system", "developer")
 """Roles that ask nothing."""
 CONVERSATIONS = "conversations"
@@ -152,7 +161,7 @@ class RowLayout:
         keys += () if self._or_prompt is None else (self._or_prompt.key,)
         keys += (INPUT,) if self._prompt.key == INSTRUCTION else ()
         names = (name for key in keys if key for name in (key, key.partition(".")[0]))
-        return (*names, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *SYSTEM_COLUMNS)
+        return (*names, *MEDIA_COLUMNS, *ARGUMENT_COLUMNS, *SYSTEM_COLUMNS, *TOOL_COLUMNS)
 
     def is_of_tools(self, name: str) -> bool:
         """Whether tools are in that top-level column."""
@@ -217,6 +226,14 @@ class RowLayout:
                 f'column "{INPUT}" is not empty, and belongs to the prompt in "{INSTRUCTION}"',
                 "write both as one text in one column, and name it with data.prompt_key",
             )
+        above = self._prompt.key.rpartition(".")[0]
+        for name in () if self._is_plain else TOOL_COLUMNS:
+            for key in {name, f"{above}.{name}" if above else name} - {self._tools.key}:
+                if holds_tools(_value(columns, Column(key, self._tools.setting))):
+                    raise RowError(
+                        f'column "{key}" holds tools, which the prompt would be without',
+                        "name it with data.tools_key, or leave the column out",
+                    )
         for name in () if self._is_plain else ARGUMENT_COLUMNS:
             value = columns.get(name)
             table = cast("Columns", value) if isinstance(value, dict) else {name: value}

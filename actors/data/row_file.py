@@ -11,6 +11,7 @@ import gzip
 import importlib
 import io
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -117,8 +118,8 @@ def _number(text: str) -> float:
 _decoder = msgspec.json.Decoder(float_hook=_number)
 
 
-GZIP_MAGIC = b"\x1f\x8b"
-ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+PACKED = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)", re.DOTALL)
+"""First bytes of packed files; pzstd begins with a frame that is to be skipped."""
 
 
 class FileBytes:
@@ -128,8 +129,8 @@ class FileBytes:
         """Look at its first bytes. Raises OSError."""
         self._path = path
         with open_regular(Path(path)) as file:
-            head = file.read(4)
-        self.packing = "gzip" if head.startswith(GZIP_MAGIC) else "zstd" if head == ZSTD_MAGIC else ""
+            magic = PACKED.match(file.read(4))
+        self.packing = (magic and magic.lastgroup) or ""
         """Empty: not packed."""
 
     def stream(self) -> BinaryIO:

@@ -152,14 +152,16 @@ def unit_tests_reward(
         python = "python3" if options.image else sys.executable if has_packages else os.path.realpath(sys.executable)
         paths = [path for path in (sys.prefix, *sys.path) if path.endswith("-packages") or path == sys.prefix]
         return Job(
-            command=(python, "-I", *(() if has_packages else ("-S",)), "-c", RUNNER),
+            command=(python, "-I", "-X", "int_max_str_digits=0", *(() if has_packages else ("-S",)), "-c", RUNNER),
             scratch=scratch, scratch_mb=SCRATCH_MB, visible=tuple(paths) if has_packages and not options.image else (),
             env={"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch)},
             stdin=msgspec.json.encode(task), limits=limits,
         )  # fmt: skip
 
     async def unit_tests(completion: Completion) -> float:
-        tests, text = tests_of(completion.label), completion.text
+        tests, text, given = tests_of(completion.label), completion.text, completion.messages[-1:]
+        if given and given[0].role == "assistant" and len(completion.turns) < 2:
+            text = completion.prompt + text  # the row began the turn, perhaps with a fence
         read = after_thought(text, begins_inside=completion.begins_in_thought) if strip_thinking else text
         if not read or not (code := fenced_code(read)).strip():
             return 0.0

@@ -71,8 +71,10 @@ def regex(completion: Completion, *, pattern: str) -> float:
 
 
 def text_format(completion: Completion, *, pattern: str = DEFAULT_FORMAT) -> float:
-    """Whether the whole answer matches the pattern (a dot matches line ends too)."""
-    return float(_compiled(pattern, re.DOTALL).fullmatch(completion.text) is not None)
+    """Whether the whole answer matches the pattern (a dot matches line ends too); where the prompt began the thought,
+    its opening tag may count as the answer's."""
+    texts = [completion.text, *(["<think>" + completion.text] if completion.begins_in_thought else [])]
+    return float(any(map(_compiled(pattern, re.DOTALL).fullmatch, texts)))
 
 
 def workflow(completion: Completion) -> float:

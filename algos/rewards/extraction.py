@@ -9,6 +9,7 @@ Pure and linear in the length of the text: model output is hostile input.
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from collections import deque
@@ -20,7 +21,7 @@ TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?:<\w{1,20}>)?(?P<ticks>`{3,}|~{3,})(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
-PYTHON = re.compile(r"\W*(?:py|$)", re.IGNORECASE)
+PYTHON = re.compile(r"\W*(?:(?P<name>py)|$)", re.IGNORECASE)
 """What a fence says of a block that may be Python; others are commands, outputs and the like."""
 CLOSES = re.compile(r"\s*(?:</\w{1,20}>\s*)?")
 MAX_MORE_INDENT = 3
@@ -121,7 +122,7 @@ def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the `\boxed{...}` that closes last, braces balanced; None without one."""
+    r"""Content of the `\boxed{...}` that closes last and holds something, braces balanced; None without any box."""
     content: str | None = None
     opened: list[int] = []  # where the contents of each open brace begin; -1 for a brace that is not a box's
     for match in TOKENS.finditer(text):
@@ -132,8 +133,8 @@ def boxed(text: str) -> str | None:
         elif match[0] == "}" and opened:
             start = opened.pop()
             if start >= 0:
-                content = text[start : match.start()]
-    return content.strip() if content is not None else None
+                content = text[start : match.start()].strip() or content or ""
+    return content
 
 
 def after_marker(text: str) -> str | None:
@@ -172,8 +173,21 @@ def fenced_code(text: str) -> str:
             opening = None
     if opening is not None:
         blocks.append((opening["kind"], text[opening.end() :]))
-    python = [code for kind, code in blocks if PYTHON.match(kind)] or [code for _, code in blocks]
-    return textwrap.dedent(python[-1]) if python else text
+    codes = [(PYTHON.match(kind), textwrap.dedent(code)) for kind, code in blocks]
+    is_named = any(kind and kind["name"] for kind, _ in codes)
+    python = [code for kind, code in codes if kind and (kind["name"] or not is_named or _does(code))]
+    return (python or [code for _, code in codes] or [text])[-1]
+
+
+def _does(code: str) -> bool:
+    """Whether it is Python that does something: the output of a program may be Python too."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(
+        not isinstance(node, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(node)) for node in body
+    )
 
 
 def read_answer(text: str) -> JudgedText:

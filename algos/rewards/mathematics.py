@@ -27,6 +27,8 @@ TAIL_CHARS = 4000
 """Of unmarked text, so much of the end is looked at."""
 MAX_ANSWER_CHARS = 2000
 """What is marked as the answer and is longer is none."""
+PRECISION = 1e-9
+"""Relative, of what two numbers may differ by that are equal."""
 _DECIMAL = re.compile(r"(?<![\d.,A-Za-z])(\d*\.\d+)(?![\d.])(\s*\^)?")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
 _RECURRING = re.compile(r"(?<![\d.,])(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}")
@@ -108,6 +110,10 @@ def _parse(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
 def _is_equal(label: Any, answer: Any, seconds: int) -> bool:
     from math_verify import verify  # pyright: ignore[reportMissingTypeStubs]
 
+    if getattr(label, "is_number", False) and getattr(answer, "is_number", False):  # it rounds them, tiny ones to 0
+        difference, size = abs(label - answer).evalf(), abs(label).evalf()
+        if difference.is_comparable and difference > PRECISION * size:
+            return False
     sides = [] if _sides(label) else [side for side in _sides(answer) if not side.free_symbols]
     return all(
         verify(label, side, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=seconds)

@@ -29,8 +29,10 @@ _APART = r"(?![A-Za-z0-9_'’])"
 """A letter of another script may follow."""
 _IS = r"(?i:\s{1,4}(?:is|was|must be|should be|would be|has to be|will be|to pick is))"
 # In running text, where a small letter may be a word, and "I" too: "the answer is (B)", "Answer: **B**", "B is right".
+_STATES = r"(?:is|does|has|cannot|says|states|describes|refers|suggests|implies|mentions|involves)\b"
 _ANSWER_IS = (
-    r"\b(?i:answer|option|choice|pick|selection|solution)"
+    rf"\b(?!(?i:option|choice)\s{{1,2}}{_BARE}[A-Z][)\]*]{{0,4}}\s{_STATES})"  # what `_IS_CORRECT` finds aside
+    r"(?i:answer|option|choice|pick|selection|solution)"
     r"(?i:\s{1,4}(?:here|therefore|then|letter|choice|option|to this question))?"
     rf"(?:{_IS})?(?:\s{{0,4}}[:=：]|\s{{1,4}}[-–—]{{1,3}}(?=\s))?{_BARE}{_MACRO}{_BARE}"
     rf"(?:(?i:option|choice|letter)\s{{1,2}}{_BARE})?"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def write(folder: Path, kind: str) -> Path:
         case "t.json.gz":
             path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
         case "t.jsonl.zst":
-            path.write_bytes(b"".join(map(zstd, parts)))
+            path.write_bytes(b"".join(b"\x50\x2a\x4d\x18\4\0\0\0size" + zstd(part) for part in parts))  # as pzstd does
         case "t.parquet":
             pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=77)
         case "t.arrow" | "stream.arrow":
@@ -192,7 +193,9 @@ FOREIGN: list[tuple[str, bytes, str]] = [
     ("t.arrow", b"plain text", "no Arrow"), ("t.arrow", b"ARROW1\x00\x00 and so on", "Arrow"),
     ("t.arrow", b"\xff\xff\xff\xff and so on", "Arrow"), ("t.jsonl", "{}".encode("utf-16"), "UTF-16"),
     ("t.jsonl", '{"prompt"'.encode("utf-16-le"), "UTF-16"), ("t.jsonl", "{}".encode("utf-32"), "UTF-32"),
-    ("t.pkl", b"\x80\x04\x95", "a pickle file"), ("t.orc", b"ORC\n", "an ORC file"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "lz4-compressed"),
+    ("t.pkl", b"\x80\x04\x95", "a binary file, which begins with b'\\x80"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "a binary file"),
+    ("t.jsonl.zz", zlib.compress(b"{}"), "a binary file"), ("t.lzma", b"]\0\0\x80", "a binary file"), ("t.Z", b"\x1f\x9d\x90", "a binary file"),
+    ("t.jsonl.bz2", b"BZh9", "bzip2-compressed"), ("t.jsonl", "中文\n".encode(), ":1: it is not JSON"),
     ("t.jsonl", b"PK\x03\x04", "zip"), ("t.tar", tarfile.TarInfo("000.json").tobuf(), "a tar archive"),
     ("t.tar.gz", gzip.compress(tarfile.TarInfo("000.json").tobuf(tarfile.GNU_FORMAT)), "a tar archive"), ("t.jsonl", b"<!DOCTYPE html>", "web page"),
     ("t.csv", b"prompt,label\n2+2,4\n", "CSV"), ("t.jsonl", b"", "empty"), ("t.jsonl", b"\xef\xbb\xbf", "empty"),
@@ -203,7 +206,7 @@ FOREIGN: list[tuple[str, bytes, str]] = [
 def test_f7_files_of_another_kind_are_told_what_they_are(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
     (tmp_path / name).write_bytes(content)
     told = refused(tmp_path / name)
-    assert told.startswith(f"{name}: ") and kind in told
+    assert told.startswith(f"{name}:") and kind in told
 
 
 def test_a_file_of_json_under_another_name_is_read(tmp_path: Path) -> None:
@@ -252,6 +255,10 @@ def test_parts_of_a_set_are_told_by_their_numbers(tmp_path: Path) -> None:
     for number, digest in enumerate(("2d5a14", "5852b5")):
         (folder / f"train-0000{number}-of-00002-{digest}.jsonl").write_bytes(lines(ROWS[number : number + 1]))
     assert len(opened(folder)) == 2
+    for name in ("c4-train.00000-of-01024.jsonl", "00000-of-01024.jsonl"):
+        (folder / name).write_bytes(lines(ROWS[:1]))
+        assert "00001-of-01024 is missing, by the names of the others" in refused(folder)
+        (folder / name).unlink()
     for name in ("train-00000-of-00001.jsonl", "train-00000-of-00002-aa0077.jsonl"):
         (folder / name).write_bytes(lines(ROWS[:2]))
         assert "parts of more than one set train-*, perhaps of the same rows: train-00000-of-0000" in refused(folder)

@@ -133,6 +133,7 @@ CASES: dict[str, Case] = {
     **{f"text {text}": ({"prompt": text, "label": "4"}, {}, [("user", text)], "4", {})
        for text in ('[{"role": "user", "content": "hi"}] Who asks?', '{"role": 1}', "[1, 2] is a list", "[1, 2]", "[]", "[0.12345678901234567890123]",
                     "\U0001f600 e\u0301 \u200b \u0000 \u2028 x")},
+    "names of tools": ({"prompt": "2+2?", "label": "4", "tools": ["search"], "functions": "none"}, data(preset="plain"), ASK, "4", {}),
     "plain text": ({"prompt": "Q: 2?\nA:", "tools": [TOOL]}, {**data(apply_chat_template=False), **FORMAT},
                    [("user", "Q: 2?\nA:")], "", {}),
 }  # fmt: skip
@@ -163,6 +164,9 @@ def test_tools_and_their_calls_are_carried_as_they_are(tmp_path: Path, kind: str
         Message(role="assistant", content="", tool_calls=(CALL,), keys=("role", "tool_calls")),
         Message(role="tool", content="2", tool_call_id="c1"),
     )
+    named = {"input": {"messages": of("user 1+1?"), "tools": [TOOL]}, "functions": [], "label": "2"}
+    prompt = first(tmp_path, named, kind, **data(prompt_key="input.messages", tools_key="input.tools"))
+    assert prompt.tools == (TOOL,)
     learnt = {
         "messages": [*of("user 1+1?"), {"role": "assistant", "content": "", "tool_calls": [CALL]}],
         "tools": [TOOL],
@@ -223,6 +227,7 @@ def labelled(value: str) -> str:
     return f'{{"prompt": "?", "label": {value}}}'
 
 
+OLD_CALL = {"role": "assistant", "content": "let me", "function_call": {"name": "add", "arguments": "{}"}}
 NULLS = {"function": {"name": "f", "arguments": {"city": None}}, "type": "function"}
 FUNCTION = [{"from": "human", "value": "?"}, {"from": "function_call", "value": "{}"}]
 HI = of("user hi")
@@ -240,6 +245,12 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
      '"demonstration_turns" in the metadata'),
     ({"prompt": "?", "reward_model": '{"ground_truth": "4"}'}, data(preset="verl"), '"reward_model" is a text'),
     ({"conversations": FUNCTION}, {**data(preset="chat"), **SFT}, "'function_call'"),
+    *(({"messages": [*of("user ?"), {**OLD_CALL, "content": content}, *of("function 3", "assistant 3")]}, {**data(preset="chat"), **SFT},
+       'message 2 of "messages" holds function_call') for content in ("let me", None)),
+    *(({"prompt": "?", "label": "3", "reward_model": {"ground_truth": "3"}, name: tools}, data(preset=preset), f'"{name}" holds tools')
+      for preset, name, tools in (("slime", "functions", [TOOL["function"]]), ("slime", "tool_defs", json.dumps([TOOL])), ("verl", "tools", [TOOL]),
+                                  ("plain", "tools", [TOOL]))),
+    ({"input": {"messages": of("user ?"), "tools": [TOOL]}, "label": "3"}, data(prompt_key="input.messages"), '"input.tools" holds tools'),
     ({"prompt": "2+2?"}, {**data(answer_key="completion"), **SFT}, '"completion" is missing'),
     ({"instruction": "Add.", "input": "2, 2", "output": "4"}, {**data(prompt_key="instruction", answer_key="output"), **SFT},
      'column "input" is not empty, and belongs to the prompt in "instruction"'),

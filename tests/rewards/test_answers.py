@@ -111,7 +111,8 @@ ALGEBRA = [
     ("√2", r"\sqrt{2}", True), ("2√3/3", r"\frac{2}{\sqrt{3}}", True), ("√(x+1)", r"\sqrt{x+1}", True), ("√2", "2", False), ("∛8", "2", True), ("x²+1", "x^2+1", True), ("x²", "x^3", False), ("π²/6", r"\frac{\pi^2}{6}", True),
     ("(−∞, 3]", r"(-\infty,3]", True), ("(-∞,1)∪(2,∞)", r"(-\infty,1)\cup(2,\infty)", True), ("x∈(1,2)", "(1,2)", True), (r"\varnothing", r"\emptyset", True), ("∅", r"\varnothing", True), ("a·b", "ab", True),
     (r"5:00 \text{ PM}", "5:00 PM", True), (r"5{:}00\text{ p.m.}", r"5:00\text{ p.m.}", True), ("5:00 PM", "5:00 AM", False), (r"\text{January 5}", "January 5", True), (r"\text{January 5}", "January 6", False),
-    (r"\infty", r"-\infty", False), ("10+3", "13", True), (r"1-\frac{1}{2}", "0.5", True), ("x", "y", False),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}", False), (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}", False), (r"2^{-99}", r"\frac{1}{2^{99}}", True),
+    (r"\frac{1}{3 \cdot 2^{2006}}", r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", False), (r"\infty", r"-\infty", False), ("10+3", "13", True), (r"1-\frac{1}{2}", "0.5", True), ("x", "y", False),
 ]  # fmt: skip
 
 
@@ -139,7 +140,7 @@ TEXTS = [
     ("#### 5 cm", "5 m", False), ("The answer is 2.5 million.", "2.5", False), ("#### 1,080", "1080", True), ("The answer is 3 1/2.", "3.5", True),
     ("first 1, then 2, so 42", "42", True), ("42 and then 43", "42", False), ("so $x=42$", "42", True), (r"so \(x = 42\).", "42", True), ("none", "42", False), ("42", "42", True),
     ("1 1/2", "3/2", True), (r"\boxed{41} no, \boxed{42}", "42", True), (r"\boxed{42} no, \boxed{41}", "42", False), (r"\boxed {42}", "42", True), (r"\fbox{42}", "42", True),
-    (r"$\boxed{\boxed{42}}$", "42", True), (r"\boxed{41} and the answer is 42", "42", False), (r"\boxed{42", "42", True),
+    (r"$\boxed{\boxed{42}}$", "42", True), (r"\boxed{42}, as it is to be in \boxed{}.", "42", True), (r"It is 42: \boxed{}", "42", False), (r"\boxed{41} and the answer is 42", "42", False), (r"\boxed{42", "42", True),
     (r"<think>maybe \boxed{42}</think> The answer is 41.", "42", False), (r"<think>maybe \boxed{42}</think> The answer is 41.", "41", True),
     (r"maybe \boxed{42}</think> The answer is 41.", "41", True), (r"maybe \boxed{42}</think> The answer is 41.", "42", False),
     ("<think>it is 42", "42", False), (r"<think>so \boxed{42}", "42", False), ("<think>a</think> 41 <think>42", "42", False), ("<think></think>42", "42", True),
@@ -188,6 +189,7 @@ CHOICES = [
     (r"$\mathbf{C}$", "C"), ("<answer>d</answer>", "D"), ("#### D", "D"), ("The answer is (B).", "B"),
     (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
     ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
+    ("Option B is correct. Option A is wrong.", "B"), ("The correct answer is C. Option (D) describes another one.", "C"), ("I take option B because A is wrong.", "B"),
     ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
     (r"the answer is A, no, \boxed{B}", "B"),
 ]  # fmt: skip

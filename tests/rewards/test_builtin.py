@@ -22,6 +22,14 @@ def score(name: str, text: str, label: str = "", pattern: str = "", **args: Any)
     return bind_builtin(name, pattern=pattern, args=args)(answer(text, label))
 
 
+def test_a_thought_that_the_template_opened_may_count_as_opened_by_the_answer() -> None:
+    text = "a\n</think><answer>4</answer>"
+    for pattern in ("", r".*</think><answer>.*", r"<think>.*</think>.*"):
+        judge = bind_builtin("format", pattern=pattern)
+        assert judge(answer(text, begins_in_thought=True)) == 1.0
+    assert bind_builtin("format")(answer(text)) == 0.0
+
+
 def test_the_run_file_knows_the_same_names() -> None:
     assert (*BUILTINS, "remote", "judge", "unit_tests") == REWARD_BUILTINS
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from tests.harness.waiting import until
@@ -21,6 +22,7 @@ from myxa.algos.rewards.extraction import fenced_code
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError
+from myxa.core.samples import Message
 
 DOUBLES = {"fn_name": "double", "inputs": [[1], [4], [-3]], "outputs": [2, 8, -6]}
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -61,6 +63,7 @@ def test_error():
     with pytest.raises(TypeError):
         double(None)
 """
+LEETCODE = "class Solution:\n    def total(self, nums: List[int], more: Optional[int]) -> float:\n        sums = defaultdict(int)\n        for n in nums: sums[pow(n, 1, 5) * 0] += n\n        return ceil(sums[0]) if sums[0] < inf else heapq.heappop(nums)\n"
 STACK = "class Stack:\n    def __init__(self): self.items = []\n    def push(self, one): self.items.append(one)\n    def __len__(self): return len(self.items)\n    def pop(self): return self.items.pop()\n"
 USES = "s = Stack()\ns.push((1, 2))\ns.push({'a': {3}})\nassert len(s) == 2\nassert s.pop() == {'a': {3}}\nassert s.pop() == (1, 2)\ntry:\n    s.pop()\nexcept IndexError:\n    pass\nelse:\n    raise AssertionError"
 
@@ -93,6 +96,15 @@ USES = "s = Stack()\ns.push((1, 2))\ns.push({'a': {3}})\nassert len(s) == 2\nass
         ("def f(): raise ValueError('no')", "try:\n    f()\n    raise AssertionError\nexcept ValueError as e:\n    assert str(e) == 'no'", 1.0),
         ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]", 1.0),
         ("def f(): return float('inf'), float('nan')", "x, y = f()\nassert x == float('inf') and y != y", 1.0),
+        (LEETCODE, "def check(candidate):\n    assert candidate(nums = [3, 4], more = None) == 7.0\n\ncheck(Solution().total)", 1.0),
+        (LEETCODE, {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, 0.0),
+        ("print(1 / 3, 2.0, '1.50')", {"inputs": [""], "outputs": ["0.333333 2 1.5\n"]}, 1.0),
+        ("print(0.33)", {"inputs": [""], "outputs": ["0.333333"]}, 0.0),
+        ("print('101')", {"inputs": [""], "outputs": ["0101"]}, 0.0),
+        ("print(12345678901234567890)", {"inputs": [""], "outputs": ["12345678901234567891"]}, 0.0),
+        ("print(10 ** 5000)", {"inputs": [""], "outputs": ["1" + "0" * 5000]}, 1.0),
+        ("def f(x): return {'a': [0.1 + 0.2, 1]}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [0.3, 1]}]}, 1.0),
+        ("def f(x): return [0.31, 1]", {"fn_name": "f", "inputs": [[1]], "outputs": [[0.3, 1]]}, 0.0),
         (RIGHT, PYTEST, 1.0),
         ("def double(x): return 2", PYTEST, 0.0),
         ("def double(x: return", DOUBLES, 0.0),
@@ -118,10 +130,14 @@ async def test_the_last_block_counts_and_what_was_thought_does_not() -> None:
     assert await reward(first, DOUBLES, fence="") == 1.0
     assert await reward(f"```\n{RIGHT}```\n```py\ndef double(x): return 0", DOUBLES, fence="") == 0.0
     assert await reward(f"<think>```\n{RIGHT}```</think> None.", DOUBLES, fence="") == 0.0
+    judge = load_reward(RewardSpec(fn="unit_tests", pattern="", args={})).fn
+    begun = Message(role="assistant", content="Sure:\n```python\n")
+    answer = completion(f"{RIGHT}```\nDone.", DOUBLES, fence="")
+    assert await judge(msgspec.structs.replace(answer, messages=(begun,), prompt=begun.content)) == 1.0
 
 
 @pytest.mark.parametrize("text", [
-    "```python\n{}```\nRun it:\n```bash\npython a.py\n```\nOutput:\n```text\n6\n```", "```Python3\r\n{}\r\n```\r\n", "~~~python\n{}~~~", "````py\n{}````\nDone.",
+    "```python\n{}```\nRun it:\n```bash\npython a.py\n```\nOutput:\n```text\n6\n```", "```Python3\r\n{}\r\n```\r\n", "~~~python\n{}~~~", "````py\n{}````\nDone.", "```python\n{}```\nOutput:\n```\n6\n```\nor\n```\nSo 6\n```",
     "1. So:\n   ```python\n   def double(x):\n       return 2 * x\n   ```\n2. Done.", "<answer>```python\n{}```</answer>", "```\n{}```</answer>\n", "```python\n{}", "```{{.python}}\n{}```",
     "```python\ndef double(x):\n    '''\n    ```\n    double(2)\n    ```\n    '''\n    return 2 * x\n```", "```\n{}```\n```json\n3", "```c\n0\n```\n```solution\n{}```",
 ])  # fmt: skip
