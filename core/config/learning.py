@@ -352,7 +352,7 @@ class AlgoConfig(Section, frozen=True):
         "loss=auto,bradley_terry for kind=reward",
         "beta ref_path ref_urls ref_update_every needs kind!=reward: scores are compared with nothing else",
         "center_coef needs kind=reward",
-        f"beta needs kind={PAIRS}",
+        f"beta needs kind={PAIRS}: the weight of a KL term is kl_coef",
         "simpo_margin needs loss=simpo",
         "ref_path ref_urls ref_update_every needs loss!=simpo,orpo: they compare with no reference model",
         f"kl_coef entropy_coef needs kind!={PAIRS}: a pair's loss has no such term",

@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -224,6 +224,8 @@ class _Layers:
         self.origins.by_path[path] = origin
 
     def check(self) -> RunConfig | None:
+        for path in () if self.is_frozen else _slips(self.table):
+            self.problems.append(_problem(path, SLIP_CAUSE, self.origins.of(path)))
         before = IS_FROZEN.set(self.is_frozen)
         try:
             return RunConfig.model_validate(self.table, by_alias=True, by_name=False)
@@ -389,11 +391,13 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
         column = int(match[2]) if match and match[2] else 0
         cause = f"is not TOML{f', column {column}' if column else ''}: {DECODE_PLACE.sub('', str(error))}"
         code = text.split("\n")[line - 1] if column else ""
-        cause += _odd_character(re.split("[ \t]", code[column - 1 :])[0])
+        before, after = code[: max(column - 1, 0)], code[max(column - 1, 0) :]
+        cause += _odd_character(re.split("[ \t]", after)[0])
         if file.suffix in (".yaml", ".yml", ".json", ".sh"):
             cause += " -- a run file is TOML: `myxa migrate` makes one of slime's or verl's"
         else:
-            cause += next((f" -- {remedy}" for form, remedy in WRONG_VALUES.items() if re.search(form, code)), "")
+            marked = f"{before}\0{after}"
+            cause += next((f" -- {remedy}" for form, remedy in WRONG_VALUES.items() if re.search(form, marked)), "")
     elif isinstance(error, UnicodeDecodeError):
         cause = f"is not UTF-8 text (byte {error.start}) -- save it as UTF-8"
     elif isinstance(error, FileNotFoundError):
@@ -406,11 +410,28 @@ def _unreadable(file: Path, text: str, error: Exception) -> Finding:
 
 NO_NULL = "TOML has no null: leave the key out"
 WRONG_VALUES = {
-    r"=\s*(None|null)\b": NO_NULL,
-    r"=\s*[+-]?\.?\d": "a number is written like 1000, 0.5 or 1e-6, without a unit",
-    r"=\s*[^\s\"'\[{]": "write text in quotes, lists in [...], true and false in small letters",
+    r"=\s*\0(None|null)\b": NO_NULL,
+    r"=\s*([+-]?\.?\d[^\s,]*\0|\0[+-]?\.?\d)": "a number is written like 1000, 0.5 or 1e-6, without a unit",
+    r"=\s*\{\s*\0?$|,\s*\0\}": "{...} is on one line, without a comma at its end: or write a table [section.key]",
+    r"\"[^\"]*\0?\\": "a backslash in double quotes is written twice; in single quotes once",
+    r"=\s*\0[^\s\"'\[{]": "write text in quotes, lists in [...], true and false in small letters",
 }
-"""What is in a line that is no TOML, and what to write."""
+"""What is in a line that is no TOML, with NUL where it stops to be, and what to write."""
+SLIP = re.compile(r"[\b\f][A-Za-z]")
+SLIP_CAUSE = (
+    r'has a control character, as TOML reads \b and \f in double quotes ("\boxed") -- write the text in single quotes, or '
+    "the backslash twice"
+)
+
+
+def _slips(value: object, path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Keys of texts in which a backslash was meant."""
+    for key, item in (as_table(value) or {}).items():
+        yield from _slips(item, (*path, key))
+    for item in as_array(value) or ():
+        yield from _slips(item, path)
+    if isinstance(value, str) and SLIP.search(value):
+        yield path
 
 
 def _single_path(parsed: Table) -> KeyPath:

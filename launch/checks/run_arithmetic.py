@@ -134,7 +134,7 @@ MANY_STEPS = 100
 def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
     config, trainer = run.config, run.config.roles.trainer
     is_long = not config.run.num_steps or config.run.num_steps >= MANY_STEPS
-    num_updates, decay_steps = config.policy_updates, config.optimizer.decay_steps
+    num_updates, optimizer = config.policy_updates, config.optimizer
     far = [url for url in config.engine.attach if urlsplit(url).hostname not in LOCAL_HOSTS]
     return warnings(
         *((True, key, f"has no effect: it {needs}", "leave it out, or set that too")
@@ -142,9 +142,12 @@ def rarely_meant(run: CheckedRun) -> Iterator[Finding]:
         (is_long and not config.trainer.checkpoint_every, "trainer.checkpoint_every",
          "= 0: a run that is killed cannot be resumed, and a trainer rank that dies throws training back to its start",
          "set it to so many steps as may be lost, and trainer.keep_last to how many checkpoints stay"),
-        (0 < config.optimizer.rate_is_zero_from(num_updates) < num_updates, "optimizer.decay_steps",
-         f"= {decay_steps}: the learning rate is 0 from that update on, and the run makes {num_updates}",
+        (0 < optimizer.rate_is_zero_from(num_updates) < num_updates, "optimizer.decay_steps",
+         f"= {optimizer.decay_steps}: the learning rate is 0 from that update on, and the run makes {num_updates}",
          "set it to 0 (the end of the run), or optimizer.min_lr_ratio above 0"),
+        (0 < num_updates <= optimizer.warmup_steps, "optimizer.warmup_steps",
+         f"= {optimizer.warmup_steps}: the learning rate never gets to its top, the run makes {num_updates} updates",
+         "lower it, or raise run.num_steps"),
         (len(trainer.device_ids) > trainer.count, "roles.trainer.devices",
          (f'= "{trainer.devices}": {len(trainer.device_ids)} GPUs for {trainer.count} ranks on a node, each of which '
          "uses one"), "set roles.trainer.count to the number of GPUs"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from myxa.core.config import RunConfig, load_config
+from myxa.core.config import RunConfig, dump_config, load_config
 from myxa.core.config.section import find, named_section_of, section_of, walk
 from myxa.core.errors import ConfigError
 
@@ -229,6 +229,8 @@ MISTAKES: dict[str, str] = {
     "[optimizer]\nlearning_rate = 1e-4\n": "6 optimizer.learning_rate ! here it is optimizer.lr",
     "[algo]\nepsilon_high = 0.28\n": "6 algo.epsilon_high ! here it is algo.clip_high",
     "[algo]\nmini-batch-size = 8\n": "6 algo.mini-batch-size ! here it is algo.minibatches (a number of updates, not a size)",
+    'system = "Put it into \\boxed{}."\n': "5 data.system ! in single quotes",
+    '[reward]\nfn = "a:b"\nargs = { form = ["\\frac{1}{2}"] }\n': "7 reward.args.form ! or the backslash twice",
     "[eval]\nn = 3\n": "6 eval.n ! here it is eval.num_samples",
     "[wandb]\nproject = 3\n": "5 wandb ! here it is monitor.sinks",
     '[engine]\nattach = ["http://${HOST}:1"]\n': "6 engine.attach ! variable of the environment",
@@ -323,6 +325,20 @@ def test_the_widest_window_and_what_switches_an_argument_off_are_accepted(tmp_pa
     file = tmp_path / "run.toml"
     file.write_text(HEAD + text)
     load_config(file)
+
+
+def test_escapes_that_are_meant_stay(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    text = """system = 'In \\boxed{}.'\n[rollout]\nstop = ["\\f", "\\n\\t"]\n[reward]\npattern = "\\\\boxed"\n"""
+    file.write_text(HEAD + text)
+    config = load_config(file)
+    assert (config.data.system, config.rollout.stop, config.reward.pattern) == (
+        "In \\boxed{}.",
+        ("\f", "\n\t"),
+        "\\boxed",
+    )
+    frozen = dump_config(config).replace("In \\\\boxed", "In \\boxed")
+    assert load_config(file, text=frozen).data.system == "In \boxed{}.", "what ran before still loads"
 
 
 def test_relations_name_keys_that_there_are() -> None:
@@ -440,6 +456,8 @@ def test_text_that_is_not_toml(tmp_path: Path) -> None:
         assert failure(tmp_path, f"[run]\nx = {value}\n").endswith("or 1e-6, without a unit"), value
     for value in ("None", "null"):
         assert failure(tmp_path, f"[run]\nx = {value}\n").endswith("TOML has no null: leave the key out"), value
+    assert failure(tmp_path, "[reward]\nargs = {\n  x = 1,\n}\n").endswith("or write a table [section.key]")
+    assert failure(tmp_path, '[reward]\npattern = "(\\d+)"\n').endswith("in single quotes once")
     assert failure(tmp_path, "[run]\nx = True\n").endswith("true and false in small letters")
     assert failure(tmp_path, f"lr = 1e-6\n{HEAD}").endswith("there is critic.lr and optimizer.lr")
     (tmp_path / "run.yaml").write_text("model:\n  path: m\n")

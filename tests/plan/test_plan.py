@@ -164,6 +164,7 @@ def test_what_guesses_tokens(
         ("max_turns = 1", "max_turns = 1\nmin_new_tokens = 4", "rollout.min_new_tokens", "not 1 on fresh"),
         ("max_turns = 1", "max_turns = 1\ndeterministic = true", "rollout.deterministic", "which weights a token meets"),
         ("lr = 1e-4", 'lr = 1e-4\nschedule = "cosine"\ndecay_steps = 5', "optimizer.decay_steps", "is 0 from that"),
+        ("lr = 1e-4", "lr = 1e-4\nwarmup_steps = 40", "optimizer.warmup_steps", "never gets to its top, the run makes 40"),
         ("lr = 1e-4", "lr = 1e-4\ndecay_steps = 5", "optimizer.decay_steps", "has no effect: it needs optimizer.schedule"),
         ('[roles.trainer]\ncount = 2', '[roles.trainer]\ndevices = "0-3"\ncount = 2', "roles.trainer.devices", "uses one"),
     ],
