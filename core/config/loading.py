@@ -419,8 +419,7 @@ WRONG_VALUES = {
 """What is in a line that is no TOML, with NUL where it stops to be, and what to write."""
 SLIP = re.compile(r"[\b\f][A-Za-z]")
 SLIP_CAUSE = (
-    r'has a control character, as TOML reads \b and \f in double quotes ("\boxed") -- write the text in single quotes, or '
-    "the backslash twice"
+    r'has a control character, which \b and \f in double quotes are ("\boxed") -- write the text in single quotes'
 )
 
 

@@ -230,7 +230,7 @@ MISTAKES: dict[str, str] = {
     "[algo]\nepsilon_high = 0.28\n": "6 algo.epsilon_high ! here it is algo.clip_high",
     "[algo]\nmini-batch-size = 8\n": "6 algo.mini-batch-size ! here it is algo.minibatches (a number of updates, not a size)",
     'system = "Put it into \\boxed{}."\n': "5 data.system ! in single quotes",
-    '[reward]\nfn = "a:b"\nargs = { form = ["\\frac{1}{2}"] }\n': "7 reward.args.form ! or the backslash twice",
+    '[reward]\nfn = "a:b"\nargs = { form = ["\\frac{1}{2}"] }\n': "7 reward.args.form ! control character",
     "[eval]\nn = 3\n": "6 eval.n ! here it is eval.num_samples",
     "[wandb]\nproject = 3\n": "5 wandb ! here it is monitor.sinks",
     '[engine]\nattach = ["http://${HOST}:1"]\n': "6 engine.attach ! variable of the environment",
