@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from .errors import LaunchError
@@ -119,3 +119,9 @@ def name_process(name: str) -> None:
 def _prctl(option: int, value: object) -> bool:
     """Whether the kernel did it; else `ctypes.get_errno` says why not."""
     return _IS_LINUX and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
+
+
+def past_proxies(env: Mapping[str, str], host: str) -> dict[str, str]:
+    """Variables by which clients in that environment ask a host of the run's own without a proxy."""
+    direct = env.get("no_proxy") or env.get("NO_PROXY", "")
+    return {} if direct == "*" else dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, host))))

@@ -15,6 +15,7 @@ import msgspec
 from ...core.config import RunConfig
 from ...core.config.run import EnvironmentSettings
 from ...core.errors import DataError
+from ...core.process import past_proxies
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt, Sample
 from ..models.tokenizer import FolderTokenizer
@@ -45,7 +46,8 @@ class EnvironmentPool(WorkflowPool):
         )
         self.name, self.what = name, f'environment "{name}"'
         self._python = settings.python or sys.executable, "-P"  # files where the run was started shadow no package
-        self._env, self._silent_s = {**environ, **settings.env}, settings.silence_s
+        env = {**environ, **settings.env}
+        self._env, self._silent_s = env | past_proxies(env, "127.0.0.1"), settings.silence_s
         self._num_open, self._room = 0, asyncio.Event()
 
     async def play(

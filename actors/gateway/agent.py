@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from ...core.config.run import AgentSettings
 from ...core.errors import FailureKind, MemberFailed
+from ...core.process import past_proxies
 from ...core.samples import Prompt, Sample
 from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch_folder
@@ -181,6 +183,7 @@ class AgentWorkflow:
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,
             **({"MYXA_TASKS_KEY": key} if self.settings.polls else {}),
+            **past_proxies({**self.environ, **self.settings.env}, urlsplit(url).hostname or ""),
             "HOME": scratch,
             "TMPDIR": scratch,
         }

@@ -103,8 +103,8 @@ assert [one["id"] for one in listed["data"]] == ["policy", "judge"]
     assert sample.num_turns == 1 and "hello" in sample.text and len(policy.prompts) == 1 and len(judge.prompts) == 3
 
 
-async def test_a_program_is_a_rollout(tmp_path: Path) -> None:
-    (sample,) = await programmed(tmp_path, "")
+async def test_a_program_is_a_rollout_and_asks_no_proxy(tmp_path: Path) -> None:
+    (sample,) = await programmed(tmp_path, "", env={"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "elsewhere"})
     assert sample.text == "hello<|im_end|>" or sample.text == "hello"
     assert sample.reward is None
 

@@ -33,6 +33,7 @@ import psutil
 from ....core.config.servers import GroupKind, ServerShape
 from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, raised_as
+from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
@@ -356,9 +357,7 @@ def server_env(base: Mapping[str, str], python: str, *, has_gpus: bool) -> dict[
     for name in ALLOCATOR:
         if "expandable_segments" in env.get(name, ""):
             del env[name]
-    direct = env.get("no_proxy") or env.get("NO_PROXY", "")
-    if direct != "*":
-        env |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, LOOPBACK))))
+    env |= past_proxies(env, LOOPBACK)
     env["PATH"] = tools_path(env, python)
     env.setdefault("NCCL_CUMEM_ENABLE", "0")
     env.setdefault("NCCL_NVLS_ENABLE", "0")
