@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from ..workflows.episode import Episode, Turn
 from ..workflows.turn_renderer import ANSWER, QUESTION, begins_in_thought, between
 from .turn_text import ToolForm, TurnText, cut_at, form_of, read_turn, without_begun
 
+_log = logging.getLogger(__name__)
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
 MAX_KEPT_REQUESTS = 64
@@ -520,11 +522,20 @@ class AgentSession:
         samples = [
             line.episode.sample(turn_rewards=tuple(line.rewards.values()) if has_turns else None) for line in lines
         ]
+        if any(sample.temperature == 0 < self._sampling.temperature for sample in samples):
+            _warn_of_greedy_client()
         if samples:
             total = sum(sum(line.rewards.values()) for line in lines) if has_turns else None
             samples = [replace(sample, reward=None) for sample in samples]
             samples[-1] = replace(samples[-1], reward=total if reward is None else reward)
         return tuple(samples)
+
+
+@lru_cache
+def _warn_of_greedy_client() -> None:
+    """Once."""
+    reason = "a client asks for temperature 0: the rollouts of a group are alike then, and nothing is learnt of them"
+    _log.warning("%s; have it say no temperature", reason)
 
 
 def checked_reward(reward: float) -> float:

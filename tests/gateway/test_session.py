@@ -384,6 +384,16 @@ async def test_another_temperature_is_another_sample() -> None:
     assert sorted(one.temperature for one in session.samples()) == [0.5, 1.0]
 
 
+async def test_a_client_that_draws_greedily_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It is the default of some agents; then no member of a group differs from another."""
+    says = Says(QWEN3, lambda prompt: "yes")
+    for runs, asks, is_warned in ((0.0, 0.0, False), (1.0, 0.5, False), (1.0, 0.0, True)):
+        session = session_of(says, sampling=SamplingParams(temperature=runs)).session
+        await told(session, *USER, sampling={"temperature": asks})
+        session.samples()
+        assert ("temperature 0" in caplog.text) == is_warned
+
+
 async def test_limits_of_the_run_hold_for_a_client() -> None:
     says = Says(QWEN3, lambda prompt: "long answer")
     session = session_of(says, sampling=SamplingParams(max_new_tokens=4)).session
