@@ -230,8 +230,8 @@ _REMEDIES = {
     errno.EIO: "see `dmesg`: the device, or the way to it, fails",
 }
 _UNCLEAR = "is it full, over its quota, mounted read-only, failing, or locked by another program (`fuser` names it)?"
-_SQLITE = {13: errno.ENOSPC, 5: 0, 8: 0, 10: 0, 14: 0}
-"""SQLITE_FULL, BUSY, READONLY, IOERR, CANTOPEN; 0: they do not say what is wrong."""
+_SQLITE = {13: errno.ENOSPC, 5: 0, 8: 0, 10: 0, 14: 0, 15: 0}
+"""SQLITE_FULL, BUSY, READONLY, IOERR, CANTOPEN, PROTOCOL; 0: they do not say what is wrong."""
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
 """In the text of what safetensors raises."""
 

@@ -322,15 +322,20 @@ class LedgerReader:
 
 def _reading(path: Path, traces: ExitStack) -> str:
     """How SQLite opens the file to read. One that was closed well has nothing beside it and gets nothing. What a killed
-    writer left beside it is read too, under another name of the same files: SQLite would write an index of it."""
+    writer left beside it is read too, under another name of the same files, or as copies where nothing can be written:
+    SQLite would write an index of it."""
     beside = path.with_name(path.name + "-wal")
     if not beside.exists() or not beside.stat().st_size:
         return f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    folder = Path(traces.enter_context(TemporaryDirectory(prefix=".looked-at-", dir=path.parent)))
+    try:
+        scratch = TemporaryDirectory(prefix=".looked-at-", dir=path.parent)
+    except OSError:  # another user's run, or a file system to read only
+        scratch = TemporaryDirectory(prefix="myxa-looked-at-")
+    folder = Path(traces.enter_context(scratch))
     for file in (path, beside):
         try:
             (folder / file.name).hardlink_to(file.resolve())
-        except OSError:  # a file system without links
+        except OSError:  # a file system without links, or another one
             shutil.copyfile(file, folder / file.name)
     return f"{(folder / path.name).as_uri()}?mode=ro"
 

@@ -45,7 +45,10 @@ from .file import (
 )
 
 TRAINED_LENGTH = "trained"
-UNWRITABLE = "is the disk full, the file system read-only, or the file locked by another program (`fuser` names it)?"
+UNWRITABLE = (
+    "is the disk full, the file system read-only or a network's (set run.dir to a local one), or the file locked by "
+    "another program (`fuser` names it)?"
+)
 LOCKED_S = 0.5
 """By another program, at most: meanwhile the buffer's loop stands."""
 MAX_LOG_BYTES = 64 << 20

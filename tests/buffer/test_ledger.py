@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -144,6 +146,26 @@ def test_a_log_that_grew_under_a_reader_gives_its_room_back(ledger: Ledger, path
     for group_id in ids[2:]:
         ledger.finish(group_id, b"small", version=0, num_tokens=3)
     assert log.stat().st_size <= 64 << 20
+
+
+def test_what_a_killed_run_of_another_user_left_is_read(ledger: Ledger, path: Path, monkeypatch) -> None:
+    draw(ledger, 2)
+    killed = path.parent / "killed"
+    killed.mkdir()
+    for file in (path, path.with_name(f"{path.name}-wal")):
+        (killed / file.name).write_bytes(file.read_bytes())
+    killed.chmod(0o555)
+    if not os.getuid():  # who may write everywhere
+
+        def refuse(name: str, *_: object) -> None:
+            if str(killed) in name:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            real(name, 0o700)
+
+        real = os.mkdir
+        monkeypatch.setattr(os, "mkdir", refuse)
+    assert read_facts(killed / path.name).run == "sort"
+    assert sorted(file.name for file in killed.iterdir()) == [path.name, f"{path.name}-wal"]
 
 
 DAMAGE = [
