@@ -57,7 +57,7 @@ def open_safetensors(path: Path) -> Generator[dict[str, NamedArray], None, None]
             size = os.fstat(file.fileno()).st_size
             if size < HEAD_BYTES:
                 raise _torn(path, f"it has {size} bytes")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)  # some FUSE have no other
     except OSError as err:
         raise ModelError(f"cannot read {path}: {err}", remedy="the weights must lie in the model folder") from err
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import resource
 import stat
@@ -80,6 +82,19 @@ def test_a_written_folder_reads_back_equal(folder: Path, tmp_path: Path, max_sha
     assert arrays(tmp_path, read_config(tmp_path)) == {w.spec.name: bytes(w.data) for w in weights}
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes < 10**9)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_file_system_that_maps_no_shared_pages_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """FUSE with direct_io, for one."""
+    real = mmap.mmap
+
+    def refuse(file: int, size: int, flags: int = mmap.MAP_SHARED, **words: Any) -> mmap.mmap:
+        if flags & mmap.MAP_SHARED:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return real(file, size, flags=flags, **words)
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert arrays(folder, read_config(folder))
 
 
 def test_a_folder_tells_of_the_mtp_layer_that_it_holds_and_of_no_other(folder: Path, tmp_path: Path):
