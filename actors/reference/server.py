@@ -168,6 +168,8 @@ SHOWN_BYTES = 300
 REFUSALS = frozenset({400, 413, 422})
 """The server is well, and cannot score these tokens."""
 NO_KEY = frozenset({401, 403})
+NO_ROUTE = frozenset({404, 405})
+"""There is another program, or a path too many."""
 WHERE = "algo.ref_urls"
 
 
@@ -275,7 +277,7 @@ class ReferenceServers:
     async def _answer(
         self, server: ReferenceServer, request: ScoreRequest, *, with_texts: bool = False
     ) -> tuple[F32, list[str | None]]:
-        """Raises NoScore, CallFailed for tokens that it refuses, ConfigError for a wrong key."""
+        """Raises NoScore, CallFailed for tokens that it refuses, ConfigError for a wrong key or address."""
         is_checked = not server.is_known or int(request.ids.max()) > int(self._probes.request.ids.max())
         try:
             status, raw, _ = await post_bounded(
@@ -292,6 +294,8 @@ class ReferenceServers:
         text = f"{server.url} answered {status}: {raw[:SHOWN_BYTES].decode(errors='replace')}"
         if status in NO_KEY:
             raise ConfigError(f"{WHERE}: {text}", remedy="algo.ref_key_env: name the variable that holds its key")
+        if status in NO_ROUTE and not server.is_known:
+            raise ConfigError(f"{WHERE}: {text}", remedy="name addresses of SGLang servers, without /v1 behind them")
         if status in REFUSALS:
             raise CallFailed(f"refused: {text}", is_refusal=True)
         raise NoScore(text)

@@ -167,14 +167,13 @@ async def test_tokens_that_are_refused_are_asked_of_nobody_else() -> None:
         assert len(there.asked) + len(other.asked) == 1
 
 
-async def test_a_wrong_key_ends_it() -> None:
-    status = 401
-
+@pytest.mark.parametrize(("status", "remedy"), [(401, "algo.ref_key_env"), (404, "without /v1")])
+async def test_a_wrong_key_or_address_ends_it(status: int, remedy: str) -> None:
     async def locked(request: web.Request, body: dict[str, Any], answer: dict[str, Any]) -> web.Response:
-        return web.Response(status=status, text="Unauthorized")
+        return web.Response(status=status, text="No")
 
     async with teacher(locked) as there, asking(there.url) as servers:
-        with pytest.raises(ConfigError, match=rf"algo.ref_urls: {there.url} answered {status}.*algo.ref_key_env"):
+        with pytest.raises(ConfigError, match=rf"algo.ref_urls: {there.url} answered {status}: No.*{remedy}"):
             await score(servers, made())
 
 
