@@ -18,13 +18,16 @@ from pathlib import Path
 from .errors import LaunchError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @functools.lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The boot id, equal for all processes of one running system; the host name where the kernel has none."""
+    """Equal for all processes that see each other: of one running system, and of one container (its numbers of
+    processes are its own). The host name stands in where the kernel says nothing."""
     try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+        return f"{boot}-{_PID_NAMESPACE.stat().st_ino}"
     except OSError:
         return socket.gethostname()
 
@@ -81,6 +84,12 @@ _NAME_BYTES = 15
 _IS_LINUX = sys.platform.startswith("linux")
 
 
+def see_ends_of_children() -> None:
+    """Some programs leave SIGCHLD ignored to those that they start: then the kernel forgets how children ended."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `sig` when the thread that started it ends; call it first. `parent_pid`: as the
     parent passed it; if that is gone already, this process ends here. Raises LaunchError where the kernel refuses."""
@@ -91,6 +100,7 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         raise LaunchError(f"prctl(PR_SET_PDEATHSIG) failed: {reason}", remedy="allow prctl in the container's policy")
     if os.getppid() != parent_pid:
         raise SystemExit(128 + sig)
+    see_ends_of_children()
 
 
 @contextlib.contextmanager

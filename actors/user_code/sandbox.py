@@ -377,7 +377,7 @@ def remove_containers_of_dead_owners() -> None:
     )
     for line in listing.stdout.splitlines():
         name, _, owner = line.partition(" ")
-        boot, pid, started = owner.split(".")
+        boot, pid, started = owner.rsplit(".", 2)
         if boot == boot_id() and start_time(int(pid)) != int(started):
             _docker("rm", "--force", name)
 

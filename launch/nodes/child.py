@@ -23,6 +23,10 @@ OnExit = Callable[["Child", int], None]
 NO_SUCH_PROGRAM = frozenset({errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC})
 """Errors of a program that would not start the next time either. Other errors (no process, memory or descriptor left)
 may pass."""
+HAS_NO_PIDFD = (errno.ENOSYS, errno.EPERM)
+"""Of a kernel before Linux 5.3 (RHEL 8), and of a container's policy."""
+LOOK_S = 0.05
+"""How often a process without a pidfd is looked at."""
 REAP_S = 5.0
 WRITE_S = 1.0
 """How long a process may take to write its stacks."""
@@ -63,7 +67,14 @@ class Child:
         self._is_asked = False
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        self._pidfd = os.pidfd_open(process.pid)
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            if error.errno not in HAS_NO_PIDFD:
+                raise
+            self._pidfd = -1
+            self._loop.call_soon(self._look)
+            return
         try:
             self._loop.add_reader(self._pidfd, self._reap)
         except BaseException:
@@ -80,13 +91,13 @@ class Child:
         if self.status is None and not self._is_asked:
             self._is_asked = True
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, ORDERLY_END)
+                os.kill(self.pid, ORDERLY_END)
 
     def ask_for_stacks(self) -> None:
         """SIGQUIT: a worker writes all stacks into its log. Not before its handler is there: it would end it."""
         if self.status is None and self._catches(signal.SIGQUIT):
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGQUIT)
+                os.kill(self.pid, signal.SIGQUIT)
 
     def _catches(self, number: int) -> bool:
         try:
@@ -113,13 +124,22 @@ class Child:
             return False
         return True
 
+    def _look(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # another waiter in this process took its status
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                self._loop.call_later(LOOK_S, self._look)
+                return
+        self._reap()
+
     def _reap(self) -> None:
-        self._loop.remove_reader(self._pidfd)
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
         # The zombie still holds the process id, so the group cannot be another's: end the rest of it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.status = self._process.wait()
-        os.close(self._pidfd)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
         self._ended.set()
         self._on_exit(self, self.status)
 

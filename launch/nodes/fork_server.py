@@ -24,7 +24,6 @@ import logging
 import os
 import secrets
 import select
-import signal
 import socket
 import sys
 import time
@@ -126,7 +125,6 @@ unpack_reply = msgspec.msgpack.Decoder(ForkReply).decode
 def main(arguments: list[str]) -> int:
     """`<process id of the launcher> <descriptor of the socket> <module> ...`."""
     launcher_pid, descriptor, *modules = arguments
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, as some programs leave it, children's statuses are lost
     die_with_parent(int(launcher_pid))
     serve(socket.socket(fileno=int(descriptor)), modules)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import subprocess
@@ -18,7 +19,7 @@ import uvloop
 from tests.harness.waiting import is_running, wait_until
 
 from myxa.core.errors import LaunchError
-from myxa.core.process import ProcessorTime, die_with_parent
+from myxa.core.process import ProcessorTime, boot_id, die_with_parent
 from myxa.launch.first_failure import FirstFailure, read_end, read_tail
 from myxa.launch.nodes.child import ORDERLY_END, Child, start_child
 from myxa.launch.run_dir import RunDir
@@ -40,6 +41,18 @@ async def run_child(tmp_path: Path, code: str, act=None) -> tuple[Child, list[tu
     return child, told
 
 
+@pytest.fixture(params=[0, errno.ENOSYS, errno.EPERM], ids=["pidfd", "old kernel", "policy"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 5.3 has no pidfd, and some containers forbid it."""
+
+    def refuse(pid: int) -> int:
+        raise OSError(request.param, os.strerror(request.param))
+
+    if request.param:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("make_loop", LOOPS)
 def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, make_loop):
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
@@ -50,6 +63,7 @@ def test_the_exit_status_is_told_once_and_output_is_in_the_log(tmp_path: Path, m
     assert (tmp_path / "log").read_text() == "out\nerr\n"
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("make_loop", LOOPS)
 def test_it_is_asked_to_end_once_and_then_killed(tmp_path: Path, make_loop):
     code = (
@@ -108,6 +122,28 @@ def test_a_child_ends_when_its_parent_is_killed():
 def test_a_child_whose_parent_is_gone_already_ends_at_once():
     with pytest.raises(SystemExit):
         die_with_parent(parent_pid=1 if os.getppid() != 1 else 2)
+
+
+def test_processes_of_two_containers_of_a_machine_do_not_see_each_other():
+    """Nor is the end of one known to the other: memory is not shared, and no process is taken for dead."""
+    here = [sys.executable, "-c", "from myxa.core.process import boot_id; print(boot_id())"]
+    apart = subprocess.run(["unshare", "--pid", "--fork", *here], capture_output=True, text=True, check=False)
+    if apart.returncode:
+        pytest.skip(f"no container can be made here: {apart.stderr}")
+    assert subprocess.run(here, capture_output=True, text=True, check=True).stdout == f"{boot_id()}\n" != apart.stdout
+
+
+@pytest.mark.parametrize(
+    "program", [["-m", "myxa.launch", "plan", "no.toml"], ["-m", "myxa.actors.subreaper", "PID", "0", "false"]]
+)
+def test_a_program_that_ignores_its_childrens_ends_does_not_keep_us_from_seeing_ours(program: list[str]):
+    """Those that it starts inherit that."""
+    code = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [str(os.getpid()) if word == "PID" else word for word in program]
+    done = subprocess.run(
+        [sys.executable, "-c", code, sys.executable, *words], capture_output=True, timeout=30, check=False
+    )
+    assert done.returncode == (1 if "false" in words else 2), done.stderr
 
 
 OWNER = "import time, sys; from myxa.launch.runtime_dir import RuntimeDir; print(RuntimeDir().path, flush=True); time.sleep(60)"
