@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from myxa.launch.cli import main
+from myxa.transport.node import JobKey
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -109,6 +111,16 @@ def test_a_compose_file(run_file: Path, capsys: pytest.CaptureFixture[str]):
         assert f"--nnodes 3 --node-rank {rank} --rdzv node0:29400" in service["command"]
         (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert devices == {"driver": "nvidia", "count": 8, "capabilities": ["gpu"]}
+
+
+@pytest.mark.parametrize("kind", ["k8s", "compose"])
+def test_the_command_for_the_nodes_key_makes_one(
+    kind: str, run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (line,) = [line for line in rendered(capsys, kind, str(run_file)).splitlines() if "> job.key" in line]
+    command = f"umask 077; {line.lstrip('# ').replace('python', sys.executable, 1)}"
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True)
+    assert JobKey.load(tmp_path / "job.key").public
 
 
 @pytest.mark.parametrize("kind", ["k8s", "compose"])
