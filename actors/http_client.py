@@ -31,10 +31,14 @@ class AnswerTooLong(Exception):
     """It is longer than was allowed; the text says whose."""
 
 
-def client_session(*, keepalive_s: float, max_connections: int = 0) -> aiohttp.ClientSession:
-    """Needs a running loop. `keepalive_s`: how long an idle connection is used again. `max_connections` 0: no limit."""
+def client_session(*, keepalive_s: float, max_connections: int = 0, url: str = "") -> aiohttp.ClientSession:
+    """Needs a running loop. `keepalive_s`: how long an idle connection is used again. `max_connections` 0: no limit.
+    `url`: of a service that may be far; with https it is asked by way of the proxy that the environment names. All
+    others are in the cluster, and many clusters set a proxy that cannot reach them."""
     connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=keepalive_s)
-    return aiohttp.ClientSession(connector=connector, raise_for_status=False, timeout=stream_timeout())
+    return aiohttp.ClientSession(
+        connector=connector, raise_for_status=False, timeout=stream_timeout(), trust_env=url.startswith("https:")
+    )
 
 
 def stream_timeout(connect_s: float | None = None, silence_s: float | None = None) -> aiohttp.ClientTimeout:  # noqa: TID251 -- names the type

@@ -95,7 +95,7 @@ class Posts:
         if self._is_closed:
             raise CallFailed("was called after the rewarder was closed")
         if self._session is None:
-            self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._max_calls)
+            self._session = client_session(keepalive_s=KEEPALIVE_S, max_connections=self._max_calls, url=self._url)
         return self._session
 
     async def close(self) -> None:

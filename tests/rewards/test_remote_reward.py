@@ -84,6 +84,27 @@ async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
         }  # fmt: skip
 
 
+async def test_only_https_is_asked_by_way_of_the_environments_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service in the cluster (http) is not behind it, whatever a cluster's environment says."""
+    asked: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 403 no\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server, judge(0.5) as here:
+        for name in ("http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, "http://{}:{}".format(*server.sockets[0].getsockname()))
+        monkeypatch.delenv("no_proxy", raising=False)
+        async with remote(here.url) as rewards:
+            assert (await rewards.score(answer())).value == 0.5
+        async with remote("https://judge.invalid/score", {"tries": 1}) as rewards:
+            with pytest.raises(UserCodeError):
+                await rewards.score(answer())
+    assert asked == [b"CONNECT judge.invalid:443 HTTP/1.1\r\n"]
+
+
 async def test_a_group_is_posted_as_a_whole() -> None:
     async with judge([0.5, {"reward": 1}], [1.0]) as there, remote(there.url, scope="group") as made:
         group = [answer("a", 0), answer("b", 1)]
