@@ -38,6 +38,8 @@ _SIGNALS: Final[Mapping[int, tuple[str, str]]] = {
 }
 _OUT_OF_MEMORY: Final = ("MemoryError", "can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory")
 _MORE_MEMORY: Final = f"it ran out of memory: raise its limit, or give it {_LESS}"
+_NO_THREAD: Final = ("can't start new thread", "Resource temporarily unavailable")
+_MORE_THREADS: Final = "it could start no thread: raise the limit (ulimit -u, the container's pids limit)"
 _NO_WORD: Final = "it ended without a word, so something in it called exit: a filter or a library"
 
 
@@ -50,6 +52,8 @@ def remedy(status: int, log: Sequence[str], *, has_word: bool) -> str:
     """What to do about a process that did not say it (`has_word`: a message of ours ends its `log`), or empty."""
     if any(sign in line for line in log for sign in _OUT_OF_MEMORY):
         return _MORE_MEMORY
+    if any(sign in line for line in log for sign in _NO_THREAD):
+        return _MORE_THREADS
     if status < 0:
         return _SIGNALS.get(-status, ("", ""))[1]
     return "" if has_word else _NO_WORD

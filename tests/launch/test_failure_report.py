@@ -106,6 +106,8 @@ def test_a_cause_of_many_lines_leaves_room_for_the_rest():
         (1, ("RuntimeError: [enforce fail] can't allocate memory: you tried",), True, "ran out of memory"),
         (1, ("myxa: MemoryError: Unable to allocate 9.00 GiB for an array",), True, "engine.max_running"),
         (-6, ("terminate called after throwing an instance of 'std::bad_alloc'",), False, "ran out of memory"),
+        (-6, ("Resource temporarily unavailable (src/thread.cpp:269)",), False, "pids limit"),
+        (1, ("myxa: RuntimeError: can't start new thread",), True, "ulimit -u"),
         (-60, (), False, ""),
         (1, ("myxa: EngineError: glass",), True, ""),
     ],
