@@ -62,6 +62,7 @@ def make_inbox(context: zmq.Context[Socket], lane: Lane, key: KeyPair | None) ->
     inbox = _new_socket(context, zmq.ROUTER, "an endpoint")
     _common(inbox, lane, has_network=key is not None)
     inbox.setsockopt(zmq.MAXMSGSIZE, max_message(lane))
+    inbox.setsockopt(zmq.BACKLOG, MANY_PEERS)  # with ZeroMQ's 100, peers of a process that is stopped would find none
     if key is None:
         inbox.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
     else:

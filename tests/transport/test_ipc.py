@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import uvloop
-from tests.harness.waiting import until
+from tests.harness.waiting import until, wait_until
 from tests.harness.waits import waits
 from tests.transport.cast_of_actors import Echo, Keeper
 from tests.transport.conftest import World
@@ -48,6 +50,32 @@ def kind() -> str:
 
 
 # -- what comes in
+
+
+def test_a_process_that_is_stopped_takes_the_connections_of_many_peers(tmp_path: Path):
+    """Whether it hangs or has ended, its peers know apart by that."""
+    code = f"""
+import signal
+from myxa.transport.wire import Lane
+from myxa.transport.zeromq import make_context, make_inbox
+socket = make_inbox(make_context(), Lane.CONTROL, None)
+socket.bind("ipc://{tmp_path}/s")
+print("listens", flush=True)
+signal.pause()
+"""
+    most = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process,
+        contextlib.ExitStack() as peers,
+    ):
+        peers.callback(process.kill)
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "its stop")
+        for _ in range(min(most, 400)):
+            peer = peers.enter_context(socket.socket(socket.AF_UNIX))
+            peer.setblocking(False)
+            peer.connect(f"{tmp_path}/s")  # raises if there is no room
 
 
 @pytest.mark.asyncio
