@@ -83,6 +83,7 @@ def test_a_model_is_pinned_and_lies_in_the_cache_without_what_is_not_read(hub: H
     before = len(hub.asked)
     assert asker.fetched(model=found["model"])["said"] == []
     assert hub.asked[before:] == [], "what is pinned and whole asks nothing"
+    assert asker.said_aloud() == "", "no bars and no warnings where there is no terminal"
 
 
 def test_a_frozen_file_means_the_same_files(hub: Hub, asker: Asker, tmp_path: Path) -> None:
@@ -242,24 +243,22 @@ def test_what_is_left_out_is_added_up_once(hub: Hub, asker: Asker) -> None:
     assert "needs" in asker.ask("looked_up", **named)["said"][-1][1]
 
 
-def test_a_broken_download_keeps_whole_files(hub: Hub, tmp_path: Path) -> None:
+def test_a_broken_download_keeps_whole_files(hub: Hub, asker: Asker) -> None:
     first, second = bytes(100_000), bytes(range(256)) * 4000
     files = {**CONFIG, "a.safetensors": first, "b.safetensors": second}
     cut = hub.add("models", "acme/cut", files, cut_after=200_000, num_cuts=99)
-    with Asker(hub, tmp_path / "home") as asker:
-        found = asker.fetched(model="hf://acme/cut")
-        assert "cannot be fetched: " in found["error"] and "try again" in found["error"]
-        cut.num_cuts, before = 2, len(hub.asked)
-        found = asker.fetched(model="hf://acme/cut")  # a break or two is nothing
+    found = asker.fetched(model="hf://acme/cut")
+    assert "cannot be fetched: " in found["error"] and "try again" in found["error"]
+    cut.num_cuts, before = 2, len(hub.asked)
+    found = asker.fetched(model="hf://acme/cut")  # a break or two is nothing
     assert Path(found["paths"][0], "b.safetensors").read_bytes() == second
     assert not [one for one in hub.asked[before:] if re.match("GET .*/a.safetensors", one)]
 
 
-def test_a_slow_download_is_seen_to_grow(hub: Hub, tmp_path: Path) -> None:
+def test_a_slow_download_is_seen_to_grow(hub: Hub, asker: Asker) -> None:
     """Nodes wait for each other as long as what is said changes."""
-    hub.add("models", "acme/slow", {**CONFIG, "model.safetensors": bytes(4 << 20)}, pause_s=0.01)
-    with Asker(hub, tmp_path / "home") as asker:
-        done = [text for text in asker.fetched(model="hf://acme/slow")["done"] if "MiB fetched of" in text]
+    hub.add("models", "acme/slow", {**CONFIG, "model.safetensors": bytes(7 << 19)}, pause_s=0.01)
+    done = [text for text in asker.fetched(model="hf://acme/slow")["done"] if "MiB fetched of" in text]
     assert len({*done}) > 2, done
 
 
@@ -276,40 +275,33 @@ def test_a_hub_that_does_not_answer_has_a_deadline(hub: Hub, tmp_path: Path) -> 
         assert asker.fetched(model="hf://acme/tiny")["model"], "it is asked again another time"
 
 
-def test_what_a_proxy_answers_is_told(hub: Hub, tmp_path: Path) -> None:
-    with Asker(hub, tmp_path / "home") as asker:
-        hub.status = 404
-        try:
-            found = asker.fetched(model="hf://acme/tiny")
-        finally:
-            hub.status = 0
+def test_what_a_proxy_answers_is_told(hub: Hub, asker: Asker) -> None:
+    hub.status = 404
+    try:
+        found = asker.fetched(model="hf://acme/unseen")
+    finally:
+        hub.status = 0
     assert f"{hub.url} answers Client error '404 Not Found'" in found["error"]
 
 
-def test_without_network_the_cache_counts(hub: Hub, tmp_path: Path) -> None:
-    home, whole = tmp_path / "home", {"model": "hf://acme/tiny", "train": "hf://datasets/acme/rows:main:test"}
-    with Asker(hub, home) as asker:
-        found = asker.fetched(**whole)
-        asker.ask("looked_up", model="hf://acme/large")
-    assert asker.stderr == "", "no bars and no warnings where there is no terminal"
-    before = len(hub.asked)
-    with Asker(hub, home, HF_HUB_OFFLINE="1") as asker:
-        assert asker.fetched(**whole)["model"] == found["model"]
-        pinned = asker.fetched(model=found["model"], train=found["train"])
+def test_without_network_the_cache_counts(hub: Hub, asker: Asker) -> None:
+    whole = {"model": "hf://acme/tiny", "train": "hf://datasets/acme/rows:main:test"}
+    found = asker.fetched(**whole)
+    asker.ask("looked_up", model="hf://acme/large")
+    weights, before = Path(found["paths"][0]) / "model.safetensors", len(hub.asked)
+    with Asker(hub, asker.home, HF_ENDPOINT="http://me:s3cr3t@127.0.0.1:9") as lost:
+        assert lost.fetched(**whole)["paths"] == found["paths"]
+        error = lost.fetched(model="hf://acme/none")["error"]
+        assert "http://127.0.0.1:9 does not answer" in error and "s3cr3t" not in error
+    with Asker(hub, asker.home, HF_HUB_OFFLINE="1") as offline:
+        assert offline.fetched(**whole)["model"] == found["model"]
+        pinned = offline.fetched(model=found["model"], train=found["train"])
         assert (pinned["paths"], pinned["said"]) == (found["paths"], [])
         for name in ("acme/none", "acme/large"):
-            error = asker.fetched(model=f"hf://{name}")["error"]
+            error = offline.fetched(model=f"hf://{name}")["error"]
             assert f"model {name} is not whole in the cache, and HF_HUB_OFFLINE is set" in error
+        weights.unlink()
+        assert "is not whole in the cache" in offline.fetched(**whole)["error"]
     assert hub.asked[before:] == []
-    with Asker(hub, home, HF_ENDPOINT="http://127.0.0.1:9") as asker:
-        assert asker.fetched(**whole)["paths"] == found["paths"]
-        assert "http://127.0.0.1:9 does not answer" in asker.fetched(model="hf://acme/none")["error"]
-    with Asker(hub, home, HF_ENDPOINT="http://me:s3cr3t@127.0.0.1:9") as asker:
-        error = asker.fetched(model="hf://acme/none")["error"]
-        assert "http://127.0.0.1:9 does not answer" in error and "s3cr3t" not in error
-    (Path(found["paths"][0]) / "model.safetensors").unlink()
-    with Asker(hub, home, HF_HUB_OFFLINE="1") as asker:
-        assert "is not whole in the cache" in asker.fetched(**whole)["error"]
-    with Asker(hub, home) as asker:
-        asker.fetched(model=found["model"])
-    assert (Path(found["paths"][0]) / "model.safetensors").is_file(), "what was lost is there again"
+    asker.fetched(model=found["model"])
+    assert weights.is_file(), "what was lost is there again"

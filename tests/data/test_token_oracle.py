@@ -164,7 +164,7 @@ def judged(judge: Any, rows: Rows, tools: Rows, how: dict[str, bool], more: dict
 def templates_of(layout: str) -> list[str]:
     """All for the plain layout; for the others a few, in turn, so that all of them come up."""
     names, number = list(TEMPLATES), list(LAYOUTS).index(layout)
-    return names if layout == "plain" else [*dict.fromkeys(names[(3 * number + i) % len(names)] for i in range(3))]
+    return names if layout == "plain" else [*dict.fromkeys(names[(2 * number + i) % len(names)] for i in range(2))]
 
 
 @pytest.mark.parametrize(

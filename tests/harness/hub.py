@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -176,6 +177,7 @@ import json, sys, time
 from myxa.actors import hub
 from myxa.core.config import RunConfig, dump_config
 from myxa.core.errors import MyxaError
+time.sleep = lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.05))  # huggingface_hub's, between its own tries
 for line in sys.stdin:
     call, values = json.loads(line)
     said, done = [], []
@@ -201,10 +203,9 @@ class Asker:
     def __init__(self, hub: Hub, home: Path, **env: str) -> None:
         self._env, self.home = hub.env(home, **env), home
         self._process: subprocess.Popen[str] | None = None
-        self.stderr = ""
 
     def __enter__(self) -> Asker:
-        self._log = (self.home.parent / f"{self.home.name}.stderr").open("w+")
+        self._log = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-c", ASK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
             env=self._env,
@@ -221,11 +222,13 @@ class Asker:
     def fetched(self, **named: Any) -> dict[str, Any]:
         return self.ask("fetched", **named)
 
+    def said_aloud(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
     def __exit__(self, *_: object) -> None:
         assert self._process and self._process.stdin and self._process.stdout
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
-        self._log.seek(0)
-        self.stderr = self._log.read()
         self._log.close()

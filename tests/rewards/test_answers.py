@@ -295,7 +295,7 @@ def test_long_texts_are_read_in_linear_time(piece: str) -> None:
 async def test_b_f8_nothing_takes_longer_than_its_seconds() -> None:
     async with rewarder("math", args={"seconds": 1}) as made:
         await made.score(answer(r"\boxed{x}", "x+1"))  # imports
-        for boxed in HOSTILE[::4]:
+        for boxed in (HOSTILE[0], HOSTILE[3]):  # math-verify ends the one itself, and the other with its process
             begun = time.monotonic()
             assert (await made.score(answer(rf"\boxed{{{boxed}}}", "x+42"))).value == 0.0
             assert time.monotonic() - begun < 15.0, "a worker that was killed is replaced"

@@ -43,6 +43,7 @@ def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict
     assert (prompt.label, prompt.metadata) == (label, metadata)
 
 
+@pytest.mark.usefixtures("called_here")
 async def test_rewards(file: Path) -> None:
     async with rewarder(f"{file}:score", args={"weight": 0.5}) as made:
         assert await made.score(answer(" 5 ", "5", num_tokens=10)) == RewardOutcome(1.5, {"is_right": 1.0})

@@ -220,6 +220,7 @@ async def test_a_start_overtaken_by_the_end_is_waited_for(code: str) -> None:
             await task
 
 
+@pytest.mark.usefixtures("called_here")
 async def test_too_many_errors_end_the_run(code: str) -> None:
     async with rewarder(f"{code}:act_later", max_error_rate=0.2) as made:
         for number in range(20):

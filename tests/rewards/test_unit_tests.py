@@ -105,8 +105,6 @@ USES = "s = Stack()\ns.push((1, 2))\ns.push({'a': {3}})\nassert len(s) == 2\nass
         ("print(10 ** 5000)", {"inputs": [""], "outputs": ["1" + "0" * 5000]}, 1.0),
         ("def f(x): return {'a': [0.1 + 0.2, 1]}", {"fn_name": "f", "inputs": [[1]], "outputs": [{"a": [0.3, 1]}]}, 1.0),
         ("def f(x): return [0.31, 1]", {"fn_name": "f", "inputs": [[1]], "outputs": [[0.3, 1]]}, 0.0),
-        (RIGHT, PYTEST, 1.0),
-        ("def double(x): return 2", PYTEST, 0.0),
         ("def double(x: return", DOUBLES, 0.0),
         ("", DOUBLES, 0.0),
     ],
@@ -115,9 +113,12 @@ async def test_forms_of_tests(code: str, label: Any, expected: float) -> None:
     assert await reward(code, label) == expected
 
 
-@pytest.mark.parametrize(("code", "expected"), [("def double(x): return 8", 1 / 3), (RIGHT, 1.0), ("", 0.0)])
-async def test_the_share_of_tests_that_passed(code: str, expected: float) -> None:
-    assert await reward(code, DOUBLES, partial=True) == pytest.approx(expected)
+async def test_the_share_of_tests_that_passed() -> None:
+    wrong_for_two = "def double(x): return 5 if x == 2 else 2 * x"
+    for code, label, expected in (
+        ("def double(x): return 8", DOUBLES, 1 / 3), (RIGHT, DOUBLES, 1.0), ("", DOUBLES, 0.0), (wrong_for_two, PYTEST, 3 / 4),
+    ):  # fmt: skip
+        assert await reward(code, label, partial=True) == pytest.approx(expected)
 
 
 async def test_one_that_hangs_costs_its_test_alone() -> None:
@@ -191,7 +192,7 @@ def strangers() -> list[psutil.Process]:
 
 
 @pytest.mark.skipif(bool(namespaces_trouble()), reason=f"namespaces: {namespaces_trouble()}")
-@ways({"pairs": DOUBLES, "asserts": ASSERTS}, {"pairs": DOUBLES})
+@ways({"asserts": ASSERTS}, {"pairs": DOUBLES})
 async def test_hostile_answers_get_nothing_leave_nothing_and_take_their_time_alone(sandbox: str, label: Any) -> None:
     scorer = rewarder(sandbox=sandbox, seconds=0.5, total_seconds=1.0)
     begun_s = time.monotonic()
@@ -252,7 +253,6 @@ def double(x):
     {
         "pairs": {"fn_name": "double", "inputs": [[1]], "outputs": [SECRET]},
         "text": f"assert double(1) == {SECRET}",
-        "pytest": BY_PYTEST,
     },
     {"pytest": BY_PYTEST},
 )
