@@ -8,6 +8,7 @@ import importlib
 import inspect
 import itertools
 import json
+import logging
 import re
 import sys
 import types
@@ -22,7 +23,7 @@ from ...core.errors import ConfigError
 from ..gateway.answering import fault_body
 from ..gateway.exchange import STATUS
 from ..gateway.session import RequestFault
-from ..user_code.functions import Expected, named_code
+from ..user_code.functions import Expected, named_code, what_was_raised
 from ..workflows.failures import EnvironmentFailure, SandboxFailure
 from .session import TOO_LONG, Environment, EnvironmentSession, Message, Row
 
@@ -33,6 +34,7 @@ GAME = Expected("environments.NAME.id", 0, "class Game: def reset(self, seed, op
 TASKSET = Expected("environments.NAME.id", 0, "class Tasks(verifiers.v1.Taskset)")
 
 
+_log = logging.getLogger(__name__)
 _NUMBERS = re.compile(r"-?\d+")
 MAX_DIGITS = 18
 """Of an action; Python refuses to read thousands."""
@@ -228,7 +230,7 @@ class Puzzles(Environment):
         super().__init__(name, args)
         package = importlib.import_module("reasoning_gym")
         self.extract = importlib.import_module("reasoning_gym.utils").extract_answer
-        self.tasks = package.create_dataset(name, **self.args)
+        self.tasks = package.create_dataset(name, **{"seed": 0, **self.args})  # else each process has tasks of its own
 
     def rows(self) -> Iterable[Row]:
         for index, task in enumerate(self.tasks):
@@ -246,7 +248,11 @@ class Puzzles(Environment):
         text: str = turn.get("content") or ""
         answer, task = self.extract(text), self.tasks[session.row["metadata"]["index"]]
         answer_text = text.strip() if answer is None else answer
-        session.reward = float(await session.called(self.tasks.score_answer, answer_text, task))
+        try:
+            session.reward = float(await session.called(self.tasks.score_answer, answer_text, task))
+        except Exception as error:  # noqa: BLE001 -- such as ValueError of int(): the answer is no number
+            session.reward = 0.0
+            _log.warning("%s: an answer that cannot be scored earns 0: %s", self.name, what_was_raised(error))
 
 
 class OpenEnv(Environment):
