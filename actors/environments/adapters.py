@@ -62,10 +62,8 @@ class Game(Environment):
 
     async def setup(self, session: EnvironmentSession) -> None:
         session.env = env = await session.called(self.make, **self.args)
-        row = session.row
-        options = {**row, **session.ctx.facts}
-        seed = row["metadata"].get("seed", row["metadata"].get("row", 0))
-        result: Any = await session.called(env.reset, **fitting(env.reset, {"seed": seed, "options": options}))
+        options = {**session.row, **session.ctx.facts}
+        result: Any = await session.called(env.reset, **fitting(env.reset, {"seed": session.seed, "options": options}))
         match result:
             case (observed, dict()):  # with what Gymnasium calls info
                 await self._show(session, observed)
@@ -267,7 +265,8 @@ class OpenEnv(Environment):
         session.env = await session.entered(client)
         schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
         session.metadata["fields"] = schema.get("required", [])
-        result = await session.env.reset(**{**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})})
+        own: dict[str, Any] = {**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})}
+        result = await session.env.reset(**{"seed": session.seed, **own})
         session.tools = []
         if schema.get("title") in ("Action", "CallToolAction", "ListToolsAction"):
             listed = (await session.env.step({"type": "list_tools"})).observation["tools"]

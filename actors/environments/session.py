@@ -87,6 +87,11 @@ class EnvironmentSession:
 
     # -- for environments
 
+    @property
+    def seed(self) -> Any:
+        """The same for all members of a group: they begin alike."""
+        return self.row["metadata"].get("seed", self.row["metadata"]["row"])
+
     async def ask(self, body: bytes, path: str = ChatCompletion.path) -> dict[str, Any]:
         """The policy's answer to a body of OpenAI's or Anthropic's API. Raises RequestFault."""
         self.num_turns += 1

@@ -28,7 +28,7 @@ class Counting(Environment):
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Heard:
         self._said = 0
-        return Heard(text="count from 0", done=False, reward=0.0)
+        return Heard(text=f"count from 0, seed {seed}", done=False, reward=0.0)
 
     def step(self, action: Say, timeout_s: float | None = None, **more: Any) -> Heard:
         self._said += 1

@@ -111,6 +111,7 @@ async def test_a_server_of_openenv(tmp_path: Path) -> None:
             other = await made.run()
     assert group.rewards.tolist() == [1.5] * 3 and other.rewards.tolist() == [1.5]
     assert all(one.turns == ("1", "2", "3") for one in group.samples)
+    assert ["seed 7" in one.messages[-1].content for one in group.samples] == [True] * 3
     assert "no action" in other.samples[0].replies[0][0].content
 
 
