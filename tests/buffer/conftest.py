@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ from myxa.core.messages import (
 )
 from myxa.core.samples import Group, Message, Prompt, Sample
 from myxa.transport.node import Node
+
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where ledgers of machines lie, which are opened hundreds of times: a disk would be waited for each time."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tests.buffer.mixed_rows import mixed
 from myxa.actors.buffer.cursor import Window
 from myxa.actors.buffer.knobs import BufferLimits
 from myxa.core.config import RunConfig
+from myxa.core.messages import GroupFinished
 from myxa.launch.program import buffer_limits
 
 WAIT_S = 20.0
@@ -93,9 +94,11 @@ async def test_a_window_is_looked_through_within_one_draw(shop: Any) -> None:
     rows = mixed(only=1010).by_name["only"]
     limits = BufferLimits(difficulty=window)
     async with shop.open(rows=rows, max_staleness=2000, limits=limits, group_filter="zero_variance") as desk:
-        for assignment in (await desk.draw(max_groups=1010)).assignments:
-            rewards = [0.0, 1.0] if assignment.prompt.row == 1009 else [1.0, 1.0]
-            await desk.put_group(make_group(assignment, rewards=rewards), 1, "rollout/0")
+        groups = [
+            make_group(assignment, rewards=[0.0, 1.0] if assignment.prompt.row == 1009 else [1.0, 1.0])
+            for assignment in (await desk.draw(max_groups=1010)).assignments
+        ]
+        await desk.ref.put_groups(tuple(GroupFinished(group=group, attempt=1) for group in groups), "rollout/0")
         (found,) = (await desk.draw(max_groups=1, wait_s=WAIT_S)).assignments
         assert (found.prompt.row, found.prompt.pass_index) == (1009, 1)
         stats = await desk.ref.stats()

@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.buffer.conftest import NumberedRows, make_group
+from tests.buffer.conftest import IN_MEMORY, NumberedRows, make_group
 from tests.harness.decider import WHO, news
 
 from myxa.actors.buffer.filters import GroupFilters
@@ -47,7 +47,7 @@ CHANGES: dict[str, st.SearchStrategy[Any]] = {
 class KnobsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.epoch = 0
         self.in_force: dict[str, Any] = {}
         self.force_epochs: dict[str, int] = {}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.buffer.conftest import IN_MEMORY
 from tests.harness.ledger_audit import audit_ledger
 
 from myxa.actors.ledger.file import LEFTOVER, STALE, Row, State, recorded
@@ -36,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.path = Path(self.folder.name) / "ledger.sqlite"
         self.ledger = self.open()
         self.groups: dict[int, Known] = {}

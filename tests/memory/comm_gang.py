@@ -15,7 +15,7 @@ from tests.harness.commands import Command
 PROGRAM = Path(__file__).with_name("comm_rank.py")
 SEED = 20
 WORLD = 4
-PATIENCE_S = 3.0
+PATIENCE_S = 2.0
 """Of a rank, where somebody is missing."""
 
 Found = list[dict[str, Any]]

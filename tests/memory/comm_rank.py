@@ -197,7 +197,7 @@ def topology(me: Rank, specs: list[list[int]]) -> None:
     handles: list[Any] = [dist.group.WORLD, *mine.values()]
     at_start = identity(handles)
     counts: list[tuple[int, int]] = []
-    for cycle in range(8):
+    for cycle in range(6):
         for place, group in {0: None, **mine}.items():
             size, number = dist.get_world_size(group), 100 * cycle + place
             assert use(group, number) == expected(size, number), (cycle, number)
@@ -227,7 +227,7 @@ def families(me: Rank) -> None:
         me.join(backend)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         group = dist.new_group(list(range(me.world_size)))
-        for epoch in (1, 3, 5) if backend == "myxa_gloo" else (0,):
+        for epoch in (1, 3) if backend == "myxa_gloo" else (0,):
             found.append(everything(me.rank, me.world_size, group, mesh))
             differing = {name: (was, found[-1][name]) for name, was in found[0].items() if found[-1][name] != was}
             assert not differing, differing

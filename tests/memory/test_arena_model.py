@@ -240,6 +240,6 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
 TestArenaAgainstModel.settings = settings(
-    max_examples=30, stateful_step_count=50, deadline=None, print_blob=True,
+    max_examples=20, stateful_step_count=50, deadline=None, print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )  # fmt: skip

@@ -40,7 +40,7 @@ def test_values_worked_out_by_hand():
     )
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (1, 1), (200, 130), (257, 384), (3, 700)])
+@pytest.mark.parametrize("shape", [(1, 1), (200, 130), (257, 384)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_round_trip_errs_by_half_a_step_at_most(shape: tuple[int, int], dtype: torch.dtype):
     maker = torch.Generator().manual_seed(1)
