@@ -41,7 +41,7 @@ BAD_LINES: dict[str, str] = {
     "null": "null",
     "3": "number",
     "{}": '"prompt" is missing',
-    '{"prompt": "a", "answer": "b"}': "data.label_key",
+    '{"prompt": "a", "answer": "b"}': "data.label_key",  # the reward compares with it
     '{"prompt": null}': '"prompt" is null',
     '{"prompt": []}': '"prompt" is an empty list',
     '{"prompt": 3}': '"prompt" holds int',
@@ -86,29 +86,6 @@ def test_presets_say_what_they_miss(tmp_path: Path) -> None:
     assert "c11, ..." in wide and "c12" not in wide, "not all of many columns"
 
 
-def test_a_label_may_be_missing_when_nothing_compares_with_it(tmp_path: Path) -> None:
-    file = tmp_path / "t.jsonl"
-    file.write_text('{"prompt": "a"}\n')
-    dataset = open_prompts(config(str(file), reward={"fn": "format"}))
-    prompt = dataset.prompt(0)
-    assert prompt is not None
-    assert prompt.label == ""
-    assert 'column "answer" is missing' in failure(
-        tmp_path, '{"prompt": "a"}', reward={"fn": "format"}, data={"label_key": "answer"}
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        (b"\n \n\r\n", "t.jsonl: the file holds no rows"),
-        (b'{"prompt": "\xff"}', "t.jsonl:1: it is not UTF-8"),
-    ],
-)
-def test_a_file_that_is_not_jsonl(tmp_path: Path, content: bytes, named: str) -> None:
-    assert failure(tmp_path, content).startswith(named)
-
-
 def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_file, "MAX_LINE_BYTES", 100)
     long = '{"prompt": "' + "a" * 450 + '", "label": "x"}'
@@ -140,7 +117,9 @@ def test_deep_nesting_is_refused_not_a_crash(tmp_path: Path) -> None:
     assert 'column "metadata" cannot be written as JSON' in failure(tmp_path, shallower)
 
 
-def test_skipping_that_leaves_nothing(tmp_path: Path) -> None:
+def test_files_without_a_good_row(tmp_path: Path) -> None:
+    assert failure(tmp_path, b"\n \n\r\n").startswith("t.jsonl: the file holds no rows")
+    assert failure(tmp_path, b'{"prompt": "\xff"}').startswith("t.jsonl:1: it is not UTF-8")
     file = tmp_path / "t.jsonl"
     file.write_text("x\ny\n")
     with pytest.raises(DataError, match=r"data\.train: none of the 2 rows is good; the first: .*t\.jsonl:1: "):

@@ -174,28 +174,20 @@ def test_several_at_once_are_all_told(asker: Asker) -> None:
     assert "model.path" in found["error"] and "data.train" in found["error"]
 
 
+MODELS = ("a", "a/b/c", "a/b@", "../b", "a/b@..", "a/b@refs/pr/..", "a/b@x y", "datasets/a/b")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "hf://a",
-        "hf://a/b/c",
-        "hf://a/b@",
-        "hf://../b",
-        "hf://a/b@..",
-        "hf://a/b@refs/pr/..",
-        "hf://a/b@x y",
-        "hf://datasets/a/b",
-    ],
-)
-def test_what_is_no_name_is_no_configuration(name: str) -> None:
-    with pytest.raises(ValueError, match="must look like hf://org/name@revision"):
-        RunConfig.model_validate({"model": {"path": name}, "data": {"train": "t.jsonl"}})
-
-
-@pytest.mark.parametrize("name", ["a", "a/b:c:d:e", "a/b/../../c.jsonl", "a/b/.", "a/b/x@[1:2]y"])
-def test_what_is_no_data_set_is_no_configuration(name: str) -> None:
-    with pytest.raises(ValueError, match="must look like hf://datasets/"):
-        RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": f"hf://datasets/{name}"}})
+    ("name", "key"),
+    [*((name, "path") for name in MODELS),
+     *((f"datasets/{name}", "train") for name in ("a", "a/b:c:d:e", "a/b/../../c.jsonl", "a/b/.", "a/b/x@[1:2]y"))],
+)  # fmt: skip
+def test_what_is_no_name_is_no_configuration(name: str, key: str) -> None:
+    named = {"path": "m", "train": "t.jsonl", key: f"hf://{name}"}
+    with pytest.raises(
+        ValueError, match=f"must look like hf://{'datasets/' if key == 'train' else 'org/name@revision'}"
+    ):
+        RunConfig.model_validate({"model": {"path": named["path"]}, "data": {"train": named["train"]}})
 
 
 def test_folders_win_over_names(tmp_path: Path) -> None:

@@ -316,16 +316,6 @@ def test_g_text_parts_are_joined_where_a_template_takes_text(tmp_path: Path) -> 
     assert tokenizer.render(parts, add_generation_prompt=True) == tokenizer.render(text, add_generation_prompt=True)
 
 
-def test_f7_reasoning_content_that_a_template_does_not_write_is_told_as_that(tmp_path: Path) -> None:
-    plain(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    messages = parse_messages(CONVERSATIONS["thinking"], "prompt")
-    with pytest.raises(
-        DataError, match=r"a message has reasoning_content, which the chat template of .* does not write"
-    ):
-        load_tokenizer(tmp_path).render(messages, add_generation_prompt=True)
-
-
 # -- demonstrations: what is learnt -------------------------------------------------------------------------------------
 #
 # Prompt and learnt ids are what the template writes of the whole conversation, or the row is refused (A3, G).

@@ -46,6 +46,12 @@ HOSTILE = {
     "date": "{{ strftime_now('%1000000000d') }}",
     "attribute": "{{ messages[0].role.upper.__self__.lower() }}",
     "namespace": "{{ namespace(__class__=1) }}",
+    "subclasses": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "changes": "{{ messages.append(1) }}",
+    "changes a message": "{% for m in messages %}{{ m.pop('role') }}{% endfor %}",
+    "refuses": "{{ raise_exception('roles must alternate') }}",
+    "no such message": "{{ messages[7]['role'] }}",
+    "list": "{{ range(10 ** 9) | list }}",
     "no such method": "{{ messages[0].nothing() }}",
     "text and list": "{{ 'a' + messages }}",
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.models.chat_template import ChatTemplate
 from myxa.actors.models.tiny import END_ID, PAD_ID, make_tiny_model
 from myxa.actors.models.tokenizer import load_tokenizer
 from myxa.core.errors import DataError, ModelError
@@ -80,39 +79,6 @@ def test_a_missing_or_broken_tokenizer_names_file_and_remedy(copied: Path):
     (copied / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing -- .*save_pretrained"):
         load_tokenizer(copied)
-
-
-def test_a_folder_without_a_template_is_refused(copied: Path):
-    (copied / "chat_template.jinja").unlink()
-    edit(copied / "tokenizer_config.json", chat_template=None)
-    with pytest.raises(ModelError, match=r"no chat template: .*chat_template\.jinja .*tokenizer_config\.json"):
-        load_tokenizer(copied)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ ''.__class__.__base__ }}",
-        "{% for m in messages %}{{ m.pop('role') }}{% endfor %}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[7]['role'] }}",
-        "{{ range(10 ** 9) | list }}",
-    ],
-)
-def test_a_template_that_misbehaves_is_a_data_error(source: str):
-    template = ChatTemplate(source, "here", {})
-    with pytest.raises(DataError, match=r"roles \[user\]"):
-        template.render([Message(role="user", content="hi")], add_generation_prompt=True)
-
-
-def test_a_template_sees_special_tokens_and_json():
-    template = ChatTemplate("{{ eos_token }}{{ messages[0] | tojson }}{{ bos_token }}", "here", {"eos_token": "<E>"})
-    assert (
-        template.render([Message(role="user", content="é<")], add_generation_prompt=False)
-        == '<E>{"role": "user", "content": "é<"}'
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
 from tests.gateway.scripted import Says
 from tests.harness.fake_sglang import serving
-from tests.rewards.world import answer
+from tests.rewards.world import Server, answer, refuses
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.server import Gateway, ListenOptions
@@ -28,38 +28,6 @@ from myxa.core.messages import SamplingParams
 def says(text: str | None, tokens: int = 10) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     return {"choices": [{"index": 0, "message": message}], "usage": {"total_tokens": tokens}}
-
-
-def refuses(status: int, times: int = 1) -> Any:
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(status=status, text="no" * times)
-
-    return reply
-
-
-class Server:
-    """Answers with one reply after the other, the last one for ever."""
-
-    def __init__(self, *replies: Any) -> None:
-        self.replies = list(replies)
-        self.asked: list[Any] = []
-        self.keys: list[str] = []
-        self.at_s: list[float] = []
-        self.at_once = self.most_at_once = 0
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.at_s.append(asyncio.get_running_loop().time())
-        self.asked.append(await request.json())
-        self.keys.append(request.headers.get("Authorization", ""))
-        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        try:
-            if callable(reply):
-                reply = await cast("Any", reply)(request)
-            return reply if isinstance(reply, web.StreamResponse) else web.json_response(reply)
-        finally:
-            self.at_once -= 1
 
 
 @asynccontextmanager

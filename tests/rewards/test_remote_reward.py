@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from aiohttp import web
 from tests.harness.fake_sglang import serving
-from tests.rewards.world import rewarder
+from tests.rewards.world import Server, refuses, rewarder
 
 from myxa.actors.rewards.remote import MAX_ANSWER_BYTES, remote_options
 from myxa.actors.rewards.rewarder import Rewarder
@@ -21,36 +20,11 @@ from myxa.core.config import RewardSettings
 from myxa.core.errors import ConfigError, UserCodeError
 from myxa.core.samples import Message
 
-Reply = Callable[[Any], Awaitable[web.Response]]
-
-
-@dataclass
-class Judge:
-    url: str = ""
-    asked: list[Any] = field(default_factory=list)
-    replies: list[Any] = field(default_factory=list)
-    """One for each call, the last for all further ones: a JSON value, a response, or a function of the request."""
-    at_once: int = 0
-    most_at_once: int = 0
-
 
 @asynccontextmanager
-async def judge(*replies: Any) -> AsyncIterator[Judge]:
-    here = Judge(replies=list(replies))
-
-    async def score(request: web.Request) -> web.StreamResponse:
-        here.asked.append(await request.json())
-        here.at_once += 1
-        here.most_at_once = max(here.most_at_once, here.at_once)
-        try:
-            reply = here.replies.pop(0) if len(here.replies) > 1 else here.replies[0]
-            if callable(reply):
-                reply = await cast("Reply", reply)(request)
-            return reply if isinstance(reply, web.StreamResponse) else web.json_response(reply)
-        finally:
-            here.at_once -= 1
-
-    async with serving(score) as url:
+async def judge(*replies: Any) -> AsyncIterator[Server]:
+    here = Server(*replies)
+    async with serving(here.answer) as url:
         here.url = f"{url}/score"
         yield here
 
@@ -64,13 +38,6 @@ def answer(text: str = "four", index: int = 0) -> Completion:
         group_id=3, index=index, messages=(Message(role="user", content="2+2?"),), prompt="2+2?", text=text,
         turns=(text,), label="4", metadata={"level": 1}, num_tokens=7,
     )  # fmt: skip
-
-
-def broken(status: int) -> Reply:
-    async def reply(request: web.Request) -> web.Response:
-        return web.Response(status=status, text="out of order")
-
-    return reply
 
 
 async def test_an_answer_is_posted_and_its_judgement_checked() -> None:
@@ -124,16 +91,16 @@ async def test_what_may_be_over_soon_is_tried_again() -> None:
         request.transport.abort()
         return web.json_response(0.0)
 
-    replies = (broken(503), broken(429), late, lost, 1.0)
+    replies = (refuses(503), refuses(429), late, lost, 1.0)
     async with judge(*replies) as there, remote(there.url, {"tries": 5}, timeout_s=0.3) as made:
         assert (await made.score(answer())).value == 1.0
         assert (len(there.asked), made.num_errors) == (5, 0)
 
 
 @pytest.mark.parametrize(("reply", "num_asked", "said"), [
-    (broken(500), 3, "answered 500: out of order, the last of 3 tries (group 3, sample 0)"),
-    (broken(404), 1, "answered 404: out of order (group 3, sample 0)"),
-    (broken(307), 1, "answered 307: out of order"), ("good", 1, "returned a value of type str, not a number"),
+    (refuses(500), 3, "answered 500: no, the last of 3 tries (group 3, sample 0)"),
+    (refuses(404), 1, "answered 404: no (group 3, sample 0)"),
+    (refuses(307), 1, "answered 307: no"), ("good", 1, "returned a value of type str, not a number"),
     ({"score": 1}, 1, "returned a dict without \"reward\"; it has 'score'"),
     (None, 1, "returned a value of type NoneType"),
     (web.Response(text="{"), 1, "answered with what is no JSON: '{'"),
@@ -152,7 +119,7 @@ async def test_what_is_wrong_is_told_with_the_address(reply: Any, num_asked: int
 async def test_nobody_there_is_an_error_and_then_an_outage() -> None:
     async with judge(1.0) as there, remote(there.url, {"tries": 2}, pause_after=2, cool_down_s=0.05) as made:
         await made.score(answer())
-        there.replies = [broken(503)]
+        there.replies = [refuses(503)]
         with pytest.raises(UserCodeError, match="the last of 2 tries"):
             await made.score(answer())
         waiting = asyncio.ensure_future(made.score(Completion(group_id=4, index=0, messages=(), prompt="", text="")))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
+from aiohttp import web
 
 from myxa.actors.rewards import rewarder as rewarder_module
 from myxa.actors.rewards.call import Answers, Outcomes, RewardSpec, call_reward, load_reward
@@ -61,3 +63,35 @@ async def failure(of: Rewarder, *completions: Completion) -> str:
     with pytest.raises(UserCodeError) as caught:
         await (of.score_group(completions) if of.judges_groups else of.score(completions[0]))
     return str(caught.value)
+
+
+def refuses(status: int, times: int = 1) -> Any:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="no" * times)
+
+    return reply
+
+
+class Server:
+    """Answers with one reply after the other, the last one for ever."""
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies, self.url = list(replies), ""
+        self.asked: list[Any] = []
+        self.keys: list[str] = []
+        self.at_s: list[float] = []
+        self.at_once = self.most_at_once = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.at_s.append(asyncio.get_running_loop().time())
+        self.asked.append(await request.json())
+        self.keys.append(request.headers.get("Authorization", ""))
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            if callable(reply):
+                reply = await cast("Any", reply)(request)
+            return reply if isinstance(reply, web.StreamResponse) else web.json_response(reply)
+        finally:
+            self.at_once -= 1
