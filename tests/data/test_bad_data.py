@@ -8,11 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, prompts, run_on
 
-from myxa.actors.data import prompts, row_file
+from myxa.actors.data import prompts as prompts_module
+from myxa.actors.data import row_file
 from myxa.actors.rollout.rollout import DRAW_AT_ONCE
-from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
 from myxa.transport.session.frames import FrameLimits
 
@@ -20,17 +20,11 @@ GOOD = '{"prompt": "1+1?", "label": "2"}'
 USER = '{"role": "user", "content": "hi"}'
 
 
-def config(train: str, **sections: dict[str, Any]) -> RunConfig:
-    raw: dict[str, Any] = {"model": {"path": "m"}, **sections}
-    raw["data"] = {"train": train, **sections.get("data", {})}
-    return RunConfig.model_validate(raw)
-
-
 def failure(folder: Path, content: str | bytes, name: str = "t.jsonl", **sections: dict[str, Any]) -> str:
     file = folder / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
-        open_prompts(config(str(file), **sections))
+        open_prompts(run_on(str(file), **sections))
     assert caught.value.exit_code == 5
     return str(caught.value).replace(str(file), name)
 
@@ -63,10 +57,10 @@ def test_a_bad_line_is_told_with_its_place_or_skipped_and_counted_on_demand(
 ) -> None:
     told = failure(tmp_path, f"{GOOD}\n\n{line}\n{GOOD}\n")
     assert told.startswith("t.jsonl:3: ") and named in told and " -- " in told, told
-    dataset = open_prompts(config(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip", "shuffle": False}))
+    dataset = open_prompts(run_on(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip", "shuffle": False}))
     assert (len(dataset), dataset.num_bad) == (2, 1)
     assert dataset.bad_rows[0].startswith(f"{tmp_path / 't.jsonl'}:3: ")
-    assert [prompt.row for draw in range(2) if (prompt := dataset.prompt(draw))] == [0, 2]
+    assert [prompt.row for prompt in prompts(dataset)] == [0, 2]
 
 
 def test_presets_say_what_they_miss(tmp_path: Path) -> None:
@@ -90,24 +84,24 @@ def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(row_file, "MAX_LINE_BYTES", 100)
     long = '{"prompt": "' + "a" * 450 + '", "label": "x"}'
     assert failure(tmp_path, f"{GOOD}\n{long}\n{GOOD}\n").startswith("t.jsonl:2: the line has 479 bytes")
-    dataset = open_prompts(config(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip"}))
+    dataset = open_prompts(run_on(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip"}))
     assert (len(dataset), dataset.num_bad) == (2, 1)
 
 
 def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits = FrameLimits().body - (8 << 20)  # the rest is room for what surrounds them
-    assert fits >= DRAW_AT_ONCE * prompts.MAX_ROW_BYTES
-    assert fits >= prompts.MAX_HELD_OUT_BYTES
-    monkeypatch.setattr(prompts, "MAX_ROW_BYTES", 200)
-    monkeypatch.setattr(prompts, "MAX_HELD_OUT_BYTES", 500)
+    assert fits >= DRAW_AT_ONCE * prompts_module.MAX_ROW_BYTES
+    assert fits >= prompts_module.MAX_HELD_OUT_BYTES
+    monkeypatch.setattr(prompts_module, "MAX_ROW_BYTES", 200)
+    monkeypatch.setattr(prompts_module, "MAX_HELD_OUT_BYTES", 500)
     large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
     assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith("t.jsonl:2: prompt, label and metadata come to 253 bytes")
     file = tmp_path / "t.jsonl"
-    assert len(open_prompts(config(str(file), data={"on_bad_line": "skip"}))) == 1
+    assert len(open_prompts(run_on(str(file), data={"on_bad_line": "skip"}))) == 1
     file.write_text(f"{GOOD}\n" * 3)
     with pytest.raises(DataError, match=r"eval\.data: 3 rows"):
-        open_prompts(config(str(file), eval={"data": str(file)}))
-    assert open_prompts(config(str(file), eval={"data": str(file), "num_prompts": 2})).eval_prompts(5)
+        open_prompts(run_on(str(file), eval={"data": str(file)}))
+    assert open_prompts(run_on(str(file), eval={"data": str(file), "num_prompts": 2})).eval_prompts(5)
 
 
 def test_deep_nesting_is_refused_not_a_crash(tmp_path: Path) -> None:
@@ -123,33 +117,33 @@ def test_files_without_a_good_row(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("x\ny\n")
     with pytest.raises(DataError, match=r"data\.train: none of the 2 rows is good; the first: .*t\.jsonl:1: "):
-        open_prompts(config(str(file), data={"on_bad_line": "skip"}))
+        open_prompts(run_on(str(file), data={"on_bad_line": "skip"}))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"data\.train: .*/none"):
-        open_prompts(config(str(tmp_path / "none/x.jsonl")))
+        open_prompts(run_on(str(tmp_path / "none/x.jsonl")))
     with pytest.raises(ConfigError, match=r"eval\.data: there is no file"):
-        open_prompts(config(str(tmp_path / "train.jsonl"), eval={"data": str(tmp_path / "x"), "every": 1}))
+        open_prompts(run_on(str(tmp_path / "train.jsonl"), eval={"data": str(tmp_path / "x"), "every": 1}))
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
     file = tmp_path / "t.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file)
     with pytest.raises(DataError, match=r"t\.parquet: the file holds no rows"):
-        open_prompts(config(str(file)))
+        open_prompts(run_on(str(file)))
     pq.write_table(pa.table({"question": ["a"], "label": ["b"], "prompts": ["c"]}), file)
     with pytest.raises(DataError, match=r't\.parquet, row 0: column "prompt" is missing; .*did you mean "prompts"'):
-        open_prompts(config(str(file)))
+        open_prompts(run_on(str(file)))
 
 
 def test_rows_that_change_or_go_during_the_run_are_those_of_its_start(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text(f"{GOOD}\n{GOOD}\n")
-    dataset = open_prompts(config(str(file), data={"shuffle": False}))
-    before = [dataset.prompt(draw) for draw in range(2)]
+    dataset = open_prompts(run_on(str(file), data={"shuffle": False}))
+    before = prompts(dataset)
     file.write_text(f"{GOOD}\n{GOOD.replace('2', '3')}\n")
-    assert [dataset.prompt(draw) for draw in range(2)] == before
+    assert prompts(dataset) == before
     file.unlink()
-    assert [dataset.prompt(draw) for draw in range(2)] == before
+    assert prompts(dataset) == before

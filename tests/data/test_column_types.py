@@ -11,18 +11,14 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, prompts, run_on
 
-from myxa.core.config import RunConfig
 from myxa.core.errors import DataError
 from myxa.core.samples import Prompt
 
 
 def first(path: Path) -> Prompt:
-    raw = {"model": {"path": "m"}, "data": {"train": str(path), "shuffle": False}, "reward": {"fn": "format"}}
-    prompt = open_prompts(RunConfig.model_validate(raw)).prompt(0)
-    assert prompt is not None
-    return prompt
+    return prompts(open_prompts(run_on(path, data={"shuffle": False}, reward={"fn": "format"})))[0]
 
 
 def store(folder: Path, table: Any, kind: str) -> Path:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, run_on, write_rows
 
 from myxa.actors.data import PromptDataset
 from myxa.actors.data.prompts import RowOrder
-from myxa.core.config import RunConfig
 from myxa.core.config.data import Source, parse_source, parse_sources
 
 
 def dataset(folder: Path, num_rows: int, seed: int = 1, text: str = "q", **data: Any) -> PromptDataset:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{text}{i}", "label": str(i)}) + "\n" for i in range(num_rows)))
-    raw = {"run": {"seed": seed}, "model": {"path": "m"}, "data": {"train": str(file), **data}}
-    return open_prompts(RunConfig.model_validate(raw))
+    file = write_rows(folder / "rows.jsonl", *({"prompt": f"{text}{i}", "label": str(i)} for i in range(num_rows)))
+    return open_prompts(run_on(file, run={"seed": seed}, data=data))
 
 
 @given(st.integers(1, 60), st.integers(0, 2**70), st.integers(0, 2**33))

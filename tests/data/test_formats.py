@@ -17,11 +17,10 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, prompts, run_on
 
 from myxa.actors.data import row_file
 from myxa.actors.data.data_files import needs_pyarrow
-from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError, MyxaError
 
 ROWS: list[dict[str, Any]] = [
@@ -91,8 +90,7 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def opened(path: Path | str, **data: Any) -> Any:
-    raw = {"model": {"path": "m"}, "data": {"train": str(path), "shuffle": False, **data}}
-    return open_prompts(RunConfig.model_validate(raw))
+    return open_prompts(run_on(path, data={"shuffle": False, **data}))
 
 
 def refused(path: Path | str, **data: Any) -> str:
@@ -121,8 +119,7 @@ def test_g_rows_are_the_same_from_every_format(tmp_path: Path, kind: str) -> Non
         assert (prompt.messages, prompt.label, prompt.row) == (other.messages, other.label, other.row)
         assert json.dumps(prompt.metadata) == json.dumps(other.metadata), "in the order of the row"
     cut, again = (opened(f"{tmp_path / kind}@[{slice_}]", shuffle=True) for slice_ in ("-201:200", "99:-100"))
-    labels = [prompt.label for draw in range(101) if (prompt := cut.prompt(draw))]
-    assert sorted(labels) == sorted(row["label"] for row in ROWS[99:200])
+    assert sorted(prompt.label for prompt in prompts(cut)) == sorted(row["label"] for row in ROWS[99:200])
     assert (len(cut), cut.fingerprint) == (101, again.fingerprint)
 
 
@@ -310,7 +307,7 @@ def test_more_files_than_a_process_may_have_open(tmp_path: Path) -> None:
         (tmp_path / f"part-{number:03}.jsonl").write_bytes(lines(ROWS[number : number + 1]))
     before = len(os.listdir("/proc/self/fd"))
     dataset = opened(tmp_path, shuffle=True)
-    assert sorted(int(prompt.label) for draw in range(200) if (prompt := dataset.prompt(draw))) == list(range(1, 201))
+    assert sorted(int(prompt.label) for prompt in prompts(dataset)) == list(range(1, 201))
     assert len(os.listdir("/proc/self/fd")) - before < 5
 
 

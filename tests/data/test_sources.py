@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.data.opened import prompts, write_rows
 
-from myxa.actors.data import Dataset, PromptDataset, open_data
+from myxa.actors.data import Dataset, open_data
 from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, DataError
-from myxa.core.samples import Prompt
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(folder / f"{name}.jsonl", *rows)
 
 
 def numbered(folder: Path, name: str, num_rows: int) -> str:
@@ -29,10 +26,6 @@ def opened(sources: dict[str, dict[str, Any]], seed: int = 1, **data: Any) -> Da
     found = open_data(RunConfig.model_validate(raw))
     assert isinstance(found, Dataset)
     return found
-
-
-def prompts(dataset: PromptDataset, count: int) -> list[Prompt]:
-    return [prompt for draw in range(count) if (prompt := dataset.prompt(draw)) is not None]
 
 
 def test_each_is_read_by_its_own_keys_and_tells_its_name(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, run_on, write_rows
+from tests.data.opened import prompts as drawn
 from tests.data.token_layouts import LAYOUTS, plain, qwen_class
 
 from myxa.actors.data.conversation import parse_messages
@@ -359,11 +360,8 @@ def plain_pair(tmp_path_factory: pytest.TempPathFactory) -> PlainPair:
 
 
 def prompts(folder: Path, rows: list[Rows], tools: Rows | None = None, **data: Any) -> list[Prompt]:
-    path = folder / "t.jsonl"
-    path.write_text("".join(json.dumps({"messages": row, "tools": tools}) + "\n" for row in rows))
-    config = {"data": {"train": str(path), "preset": "chat", "shuffle": False, **data}, "algo": {"kind": "sft"}}
-    found = open_prompts(RunConfig.model_validate({"model": {"path": "m"}, **config}))
-    return [prompt for at in range(len(rows)) if (prompt := found.prompt(at)) is not None]
+    path = write_rows(folder / "t.jsonl", *({"messages": row, "tools": tools} for row in rows))
+    return drawn(open_prompts(run_on(path, data={"preset": "chat", "shuffle": False, **data}, algo={"kind": "sft"})))
 
 
 def learn(tokenizer: FolderTokenizer, prompt: Prompt) -> Sample:

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, prompts, run_on, write_rows
 from tests.rewards.world import answer, rewarder
 
 from myxa.actors.buffer.filters import load_sample_filter
 from myxa.actors.user_code.functions import GROUP_FILTER, WORKFLOW, load_function
 from myxa.algos.rewards.builtin import BUILTINS
 from myxa.algos.rewards.outcome import RewardOutcome
-from myxa.core.config import RunConfig
 from myxa.core.samples import Group, Prompt, Sample
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards-and-data.md").read_text()
@@ -34,11 +33,8 @@ def file(write_code: Callable[[str], Path]) -> Path:
     (JSON_LINES[2], "chat", "", {"demonstration": "5"}),
 ])  # fmt: skip
 def test_rows(tmp_path: Path, line: str, preset: str, label: str, metadata: dict[str, Any]) -> None:
-    data = tmp_path / "t.jsonl"
-    data.write_text(line)
-    raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": str(data), "preset": preset}}
-    prompt = open_prompts(RunConfig.model_validate({**raw, "reward": {"fn": "format"}})).prompt(0)
-    assert prompt is not None
+    path = write_rows(tmp_path / "t.jsonl", line)
+    (prompt,) = prompts(open_prompts(run_on(path, data={"preset": preset}, reward={"fn": "format"})))
     assert prompt.messages[-1].role == "user"
     assert (prompt.label, prompt.metadata) == (label, metadata)
 

@@ -3,7 +3,6 @@ own."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.data.opened import open_prompts
+from tests.data.opened import open_prompts, run_on, write_rows
 from tests.rewards.world import answer
 
 from myxa.actors.data.prompts import open_data
@@ -138,10 +137,7 @@ def test_what_does_not_go_together(settings: dict[str, Any], said: str) -> None:
 
 
 def run(tmp_path: Path, rows: list[Any], **reward: Any) -> RunConfig:
-    data = tmp_path / "t.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = {"model": {"path": "m"}, "data": {"train": str(data)}, "reward": reward}
-    return RunConfig.model_validate(raw)
+    return run_on(write_rows(tmp_path / "t.jsonl", *rows), reward=reward)
 
 
 CHOICE = {"functions": {"exact": {}, "format": {}}, "choose_by": "rm_type"}
