@@ -19,6 +19,9 @@ LOOPBACK = "127.0.0.1"
 _NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 """Each task of a step of Slurm's is a launcher, whatever machine it is on."""
 _NODE_RANK = ("PET_NODE_RANK", "SLURM_PROCID", "SLURM_NODEID")
+_SIZES = {
+    "WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"
+}  # fmt: skip
 _ENDPOINT = ("PET_RDZV_ENDPOINT",)
 _ADDRESS = ("PET_MASTER_ADDR",)
 _PORT = ("PET_MASTER_PORT",)
@@ -106,11 +109,12 @@ def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> t
 
 
 def check_is_one(env: Mapping[str, str], remedy: str) -> None:
-    """Processes of torchrun, or pods of a job, that each would start a whole run. Raises ConfigError."""
-    if env.get("WORLD_SIZE", "1") not in ("1", "0"):
-        rank, size = env.get("RANK", "unknown"), env["WORLD_SIZE"]
-        what = f"WORLD_SIZE={size} and RANK={rank} are set: {size} processes would start a whole run each"
-        raise ConfigError(what, remedy=remedy)
+    """Processes of torchrun, mpirun or srun, or pods, that each would start a whole run. Raises ConfigError."""
+    for name, rank_name in _SIZES.items():
+        if env.get(name, "") not in ("", "1", "0"):
+            rank, size = env.get(rank_name, "unknown"), env[name]
+            what = f"{name}={size} and {rank_name}={rank} are set: {size} processes would start a whole run each"
+            raise ConfigError(what, remedy=remedy)
 
 
 def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> tuple[str, int]:

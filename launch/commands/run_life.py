@@ -72,8 +72,9 @@ def _up(options: argparse.Namespace, **place: Any) -> int:
         from ..launcher import launch
         from ..node_place import check_is_one
 
-        if not place and "TORCHELASTIC_RUN_ID" in os.environ:
-            check_is_one(os.environ, remedy="start it without torchrun: `myxa up` starts all processes of this machine")
+        if not place:
+            env = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {**os.environ, "WORLD_SIZE": ""}
+            check_is_one(env, remedy="`myxa up` starts all processes of this machine: start it once (srun --ntasks=1)")
         config = load_config(options.file, options.overrides)
     return launch(config, launch_options(options, **place)).exit_code
 

@@ -103,13 +103,14 @@ def _named(named: Path) -> ControlNote:
     note = ControlNote.load(named)
     if note is not None and note.is_live:
         return note
-    if not named.is_dir():
-        raise LaunchError(f"there is no run directory {named}", remedy="`myxa up` prints it when it starts")
     if note is None and not is_run_folder(named):
-        raise LaunchError(
-            f"{named} is no run directory: there is no {CONFIG} in it",
-            remedy="name the folder that `myxa up` printed, one of those in run.dir",
+        run_dir = next(filter(is_run_folder, named.absolute().parents), None)
+        known = (
+            "the folder that `myxa up` printed, one of those in run.dir" if run_dir is None else f"its run, {run_dir}"
         )
+        what = f"{named} is no run directory: there is no {CONFIG} in it"
+        what = what if named.is_dir() else f"there is no run directory {named}"
+        raise LaunchError(what, remedy=f"name {known}")
     if (named / LOCK).exists() and not RunDir(named).is_held:
         remedy = (
             f"`myxa resume {shlex.quote(str(named))}` continues it; why, ps, logs, samples and report read its files"

@@ -51,7 +51,7 @@ def test_a_mistaken_verb_is_answered_with_the_right_one(capsys: pytest.CaptureFi
     [
         (["up", "no-such.toml"], "no-such.toml: there is no such run file"),
         (["launch", "run.toml", "--nnodes", "2", "--rdzv", "h:1"], "--node-rank is not given"),
-        (["launch", "run.toml", "--nnodes", "2", "--node-rank", "0", "--rdzv", "h:x"], "'h:x' is no endpoint"),
+        (["launch", "run.toml", "--nnodes", "2", "--node-rank", "0", "--rdzv", "h:x"], "'h:x' is no host and port"),
         (["launch", "run.toml", "--join", "h:1", "--nnodes", "2"], "--join goes without --nnodes"),
         (["launch", "run.toml", "--join", "run.toml"], "that is a run file"),
         (["launch", "run.toml", "--node-rank", "-1"], "'-1' is no whole number from 0 on"),
@@ -183,12 +183,29 @@ def test_what_lasts_is_said_within_two_seconds_apart_from_the_output(capsys: pyt
     assert said(2.0, is_quiet=True) == said(0.1) == ""
 
 
-@pytest.mark.parametrize("verb", ["up", "launch"])
-def test_processes_of_torchrun_start_no_run_each(capsys, monkeypatch, tmp_path: Path, verb: str) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}.items():
+@pytest.mark.parametrize(
+    ("verb", "variables"),
+    [
+        ("up", {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}),
+        ("launch", {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}),
+        ("up", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "SLURM_NNODES": "1"}),
+        ("launch", {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3"}),
+    ],
+)
+def test_processes_of_other_launchers_start_no_run_each(
+    capsys, monkeypatch, tmp_path: Path, verb: str, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main([verb, str(tmp_path / "run.toml")]) == 2
     assert "8 processes would start a whole run each" in capsys.readouterr().err
+
+
+def test_one_task_of_a_job_of_many_starts_a_run(capsys, monkeypatch, tmp_path: Path) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["up", str(tmp_path / "run.toml")]) == 2
+    assert "there is no such run file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["migrate", "verl"], ["ls", ".", "--json"], ["completion", "bash"], ["plan", "x"]])

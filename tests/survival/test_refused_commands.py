@@ -106,6 +106,7 @@ def test_e02_a_refused_start_leaves_every_byte(
     [
         (["nowhere"], "there is no run directory"),
         (["data"], "is no run directory"),
+        (["{run}/checkpoints/version_00000002"], "run directory.* -- name its run, {run}$"),
         ([], "does not answer|one that is over is named"),  # its sockets are there, or removed already
         (["{run}", "--run", "data"], "which run"),
     ],
@@ -113,7 +114,7 @@ def test_e02_a_refused_start_leaves_every_byte(
 def test_a_run_that_is_not_named_is_not_guessed(
     killed: Lives, words: list[str], cause: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [word.replace("{run}", str(killed.run_dir)) for word in words]
+    *words, cause = [word.replace("{run}", str(killed.run_dir)) for word in (*words, cause)]
     assert re.search(cause, refused(["resume", *words], killed, capsys, monkeypatch))
 
 
