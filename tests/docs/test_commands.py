@@ -64,14 +64,13 @@ def test_every_command_of_the_page_is_typed_somewhere(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one has when the tutorial says to check and run: the files of the page, with more steps of fewer groups, and
-    a reward that leaves the processor to the commands."""
+    """What one has when the tutorial says to check and run: the files of the page, with fewer held-out rows and more
+    steps of fewer groups."""
     place = tmp_path_factory.mktemp("my-task")
     make_tiny_model(place / "model", preset="0p5m", seed=0)
     code = blocks(TUTORIAL, "python")[0]
-    slow = code.replace("    return float(", "    __import__('time').sleep(0.1)\n    return float(")
-    assert slow != code
-    (place / "my_task.py").write_text(slow)
+    assert '"heldout.jsonl": 128' in code
+    (place / "my_task.py").write_text(code.replace('"heldout.jsonl": 128', '"heldout.jsonl": 8'))
     smaller = {
         "num_steps = 60": "num_steps = 100000",
         "batch_size = 32": "batch_size = 4",
@@ -113,6 +112,11 @@ def typed(live: Live, command: str) -> str:
 
 
 def test_tutorial_and_readme_are_typed_on_one_run(folder: Path) -> None:
+    """Its reward leaves the processor to the commands."""
+    code = (folder / "my_task.py").read_text()
+    slow = code.replace("    return float(", "    __import__('time').sleep(0.1)\n    return float(")
+    assert slow != code
+    (folder / "my_task.py").write_text(slow)
     before = Live(Job(folder), Command(["--version"], folder))
     before.launcher.communicate(timeout=60)
     *check, up = commands(blocks(TUTORIAL, "sh")[1])
@@ -140,6 +144,7 @@ def test_other_words_are_imitated_and_then_trained_on(folder: Path, tmp_path: Pa
     assert warm_up.count("num_steps = 40") == warm_up.count("batch_size = 64") == 1
     smaller = warm_up.replace("num_steps = 40", "num_steps = 3").replace("batch_size = 64", "batch_size = 8")
     (place / "warm_up.toml").write_text(smaller)
+    (place / "my_task.py").write_text((place / "my_task.py").read_text().replace(".sleep(0.1)", ".sleep(0)"))
     live = Live(Job(place), Command(["--version"], place))
     live.launcher.communicate(timeout=60)
     typed(live, "python my_task.py")
