@@ -14,6 +14,14 @@ from tests.harness.waiting import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib")
+
+
+def env_of(folder: Path) -> dict[str, str]:
+    """Of a session whose files are there: plugins, which take most of its start, have no part in it."""
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**os.environ, **own}
+
+
 FILES = {
     "conftest.py": "from tests.harness.workers import pytest_addoption, pytest_runtestloop",
     "test_waits.py": """
@@ -69,10 +77,8 @@ def test_a_file_s_fixtures_end_with_it_and_those_of_the_session_with_all(tmp_pat
     for name, text in FOLDERS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [*PYTEST, "--workers", "1", str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+    words = [*PYTEST, "--workers", "1", str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=env_of(tmp_path))
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -82,8 +88,8 @@ def test_it_leaves_no_process(how: str, tmp_path: Path) -> None:
         if how == "-x" or name != "test_fails.py":
             (tmp_path / name).write_text(textwrap.dedent(text))
     session = subprocess.Popen(
-        [*PYTEST, "-x", "--workers", "2", str(tmp_path)], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        [*PYTEST, "-x", "--workers", "2", str(tmp_path)], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env=env_of(tmp_path),
     )  # fmt: skip
     pids = tmp_path / "pids"
     try:

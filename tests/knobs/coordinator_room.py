@@ -98,6 +98,7 @@ class Room:
     trainer: Trainer
     coordinator: Coordinator | None = None
     children: dict[str, Program] = field(default_factory=dict[str, Program])
+    watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     num_coordinators: int = 0
 
     @property
@@ -121,7 +122,13 @@ class Room:
 
     async def _fork(self, name: str, file: Path, dies: str = "") -> None:
         arguments = [str(self.folder / "rdzv.json"), self.sockets, name, str(file), dies]
-        self.children[name] = await start_program(Path(__file__).with_name("room_child.py"), *arguments)
+        child = self.children[name] = await start_program(Path(__file__).with_name("room_child.py"), *arguments)
+        self.watchers.append(asyncio.create_task(self._report_end(name, child)))
+
+    async def _report_end(self, name: str, child: Program) -> None:
+        """As the launcher of a node does: its peers need not find out."""
+        status = await child.wait()
+        await self.node.registry.process_exited(f"{name.replace('/', '-')}-node", 0, status, child.pid)
 
     async def begin(self) -> None:
         """Start the coordinator (again), as another process."""
@@ -176,6 +183,8 @@ class Room:
 
     async def close(self) -> None:
         """Nothing of it goes on."""
+        for watcher in self.watchers:
+            watcher.cancel()
         for child in self.children.values():
             if child.returncode is None:
                 child.kill()

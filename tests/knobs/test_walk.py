@@ -24,7 +24,7 @@ from myxa.launch.control.client import ControlClient
 pytestmark = pytest.mark.timeout(300)
 
 FIRST_LR, NEW_LR, COLD, FEW = 1e-3, 5e-4, 0.7, 3
-NUM_TIMED = 24
+NUM_TIMED = 12
 MAX_EFFECT_S = 0.5
 """Of the median set-to-effect on a machine that does much else; the goal is 0.1 s on an idle one."""
 SLACK_S = 0.01
@@ -131,7 +131,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 def _take(walk: Walk) -> None:
     walk.goes_on(4)
     walk.change("looser", values={"max_staleness": 4})
-    walk.goes_on(16)
+    walk.goes_on(10)
     walk.change("tighter", values={"max_staleness": 1})
     walk.goes_on(5)
     lr = walk.change("lr", values={"lr": NEW_LR})
@@ -185,7 +185,7 @@ def test_the_bound_of_staleness_holds_from_each_change_on(walk: Walk) -> None:
 def test_samples_tell_what_they_were_drawn_under(walk: Walk) -> None:
     """Each group by its epoch, whenever it was trained; and the metrics of a step are those of its groups."""
     steps, by_step = walk.steps(), walk.claimed()
-    assert len(by_step) > 30
+    assert len(by_step) > 20
     assert min(by_step) == 0
     for number, groups in by_step.items():
         assert len(groups) == BATCH
@@ -238,7 +238,7 @@ def test_what_is_set_now_is_used_now(walk: Walk) -> None:
         epoch = event["data"]["epoch"]
         used_s[epoch] = max(used_s.get(epoch, 0.0), event["wall_s"])
     took_s = [used_s[epoch] - asked_s for epoch, asked_s in walk.asked_s.items()]
-    assert len(took_s) >= 20
+    assert len(took_s) >= NUM_TIMED - 1
     median_s = statistics.median(took_s)
     print(f"set to effect: median {median_s * 1e3:.1f} ms, max {max(took_s) * 1e3:.1f} ms of {len(took_s)} changes")
     assert 0 < median_s < MAX_EFFECT_S

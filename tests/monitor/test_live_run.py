@@ -27,7 +27,7 @@ from tests.monitor.trace_rules import check_events, follow
 from myxa.actors.coordinator.audit import AUDIT_FILE, read_audit
 from myxa.launch.control.client import ControlClient
 
-WINDOW_S = 3.0
+WINDOW_S = 2.0
 TINY = ("rollout.max_groups=1", "rollout.max_new_tokens=96")
 """So little concurrency that it is the bottleneck."""
 
@@ -62,7 +62,7 @@ class Live:
         wait_until(lambda: all(self.knob(name) == value for name, value in values.items()), str(values), 30)
 
     def named(self, bound: str) -> dict[str, Any]:
-        """The answer of `why`, once it named the same bottleneck in three looks in a row, half a second apart."""
+        """The answer of `why`, once it named the same bottleneck in three looks in a row, 0.3 s apart."""
         said: list[dict[str, Any]] = []
 
         def is_named() -> bool:
@@ -87,8 +87,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Generator[Live]:
 def test_concurrency_is_named_with_the_knob_that_turns_it(live: Live) -> None:
     answer = live.named("concurrency")
     assert answer["remedy"].startswith("`myxa set concurrency=N`")
-    assert "trainer/0" in live.done("why", "--window", "3s")
-    told = json.loads(live.done("why", "--window", "3s", "--json"))
+    assert "trainer/0" in live.done("why", "--window", "2s")
+    told = json.loads(live.done("why", "--window", "2s", "--json"))
     assert sum(told["shares"]["rollout/0"].values()) == pytest.approx(1.0, abs=0.01)
 
     live.done("set", "concurrency=2", "-m", "it waits")
@@ -130,7 +130,6 @@ def test_a_pause_is_booked_as_one_and_explained(live: Live) -> None:
     wait_until(is_booked, lambda: str(live.why()))
     assert live.why()["remedy"] == "`myxa resume`"
     live.ask("resume", reason="seen")
-    wait_until(lambda: live.why()["bound"] != "paused", lambda: str(live.why()))
 
 
 @pytest.mark.timeout(420)
