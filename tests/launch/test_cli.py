@@ -148,9 +148,7 @@ def test_a_python_that_was_built_without_sqlite_is_told_what_it_lacks(tmp_path: 
     assert 'has no module "_sqlite3" -- this Python was built without it' in done.stderr.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    "words", [["demo", "--quiet"], ["init"], ["plan", "run.toml"], ["up", "run.toml"]], ids=" ".join
-)
+@pytest.mark.parametrize("words", [["init"], ["up", "run.toml"]], ids=" ".join)
 def test_where_torch_is_missing_the_command_that_installs_it_is_named(tmp_path: Path, words: list[str]):
     make_tiny_model(tmp_path / "model", preset="0p5m", seed=0)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "b"}\n' * 64)
@@ -158,13 +156,9 @@ def test_where_torch_is_missing_the_command_that_installs_it_is_named(tmp_path: 
         '[model]\npath = "model"\n[data]\ntrain = "rows.jsonl"\n[reward]\nfn = "exact"\n'
     )
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, "torch", *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", WITHOUT, "torch", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 2, done.stderr
     said = done.stdout + done.stderr
     assert 'has no module "torch"' in said and "pip install 'myxa[cpu]'" in said and "Traceback" not in said
@@ -179,8 +173,8 @@ def test_what_lasts_is_said_within_two_seconds_apart_from_the_output(capsys: pyt
         assert out == ""
         return err
 
-    assert "counting sheep" in said(2.0)
-    assert said(2.0, is_quiet=True) == said(0.1) == ""
+    assert "counting sheep" in said(1.3)
+    assert said(1.3, is_quiet=True) == said(0.1) == ""
 
 
 @pytest.mark.parametrize(

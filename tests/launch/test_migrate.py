@@ -338,8 +338,8 @@ def test_hostile_scripts_end_soon(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a: &a [1, 2]\nb: &b [*a, *a]\n", "[" * 5000, "a: [", "x: !!python/object/apply:os.getcwd []", "- 1\n- 2\n", "a: !!int ''",
-     "".join(f"a{number}: 1\n" for number in range(3000)), "a: 1\n" * 40_000],
+    ["a: &a [1, 2]\nb: &b [*a, *a]\n", "[" * 2000, "a: [", "x: !!python/object/apply:os.getcwd []", "- 1\n- 2\n", "a: !!int ''",
+     "".join(f"a{number}: 1\n" for number in range(3000)), "a: 1\n" * 5000],
 )  # fmt: skip
 def test_refused_configs(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
@@ -393,7 +393,7 @@ def test_any_value_is_taken_or_listed(peer: Peer, tmp_path: Path) -> None:
     values += ("99999999999", "{}", "'[1, {}]'", "$((2*3))", "'#x'", "sft_loss", "wandb", "'é'")
     values += ('"a\x07\x7f"', "1 x", "[1] null ''") if peer == "slime" else ()  # YAML has no such letters
     names = [name for row in rows(peer) for name in (row.only_if, *row.names) if re.match("[a-z*]", name)]
-    for _ in range(20):
+    for _ in range(8):
         some = [name.replace("*", drawn.choice(("a", "b-c", "a.b", "api-key"))) for name in drawn.sample(names, 30)]
         form = "--{} {}" if peer == "slime" else "{}={}"
         words = [form.format(name, drawn.choice(values)) for name in some]
@@ -419,7 +419,7 @@ def test_hostile_values(tmp_path: Path) -> None:
 def test_the_same_file_makes_the_same_text(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SLIME)
     texts = set[str]()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         asked = [sys.executable, "-m", "myxa", "migrate", "slime", "run.sh"]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         texts.add(
