@@ -430,11 +430,12 @@ class Switch:
     async def _measure(self, devices: Iterable[str]) -> None:
         """Now; asked for until there are readings."""
         uses = self._ledger.uses(devices)
+        names = ", ".join(use.device for some in uses.values() for use in some)
+        self._trouble = f"{names} could not be measured in time"
         while True:
             try:
                 self._ledger.readings |= await self._site.measure(uses)
             except MyxaError as error:
-                names = ", ".join(use.device for some in uses.values() for use in some)
                 self._trouble = f"{names} could not be measured in time: {error}"
                 await asyncio.sleep(_AGAIN_S)
             else:

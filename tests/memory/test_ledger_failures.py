@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator
 
 import pytest
@@ -270,6 +271,11 @@ def test_leases_of_one_device_are_served_in_order(world: World) -> None:
     assert all(world.answers[name].granted for name in names)
     epochs = [world.answers[name].epoch for name in names]
     assert epochs == sorted(set(epochs))
+
+
+def test_devices_that_give_no_reading_are_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "measure", lambda _: asyncio.sleep(3600.0))
+    assert "gpu-b could not be measured in time" in answer(world, "rollout", "trainer").reason
 
 
 def test_a_lease_that_waits_too_long_says_behind_whom(world: World) -> None:
