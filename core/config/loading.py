@@ -42,7 +42,6 @@ from .section import (
     find,
     keys_of,
     table_at,
-    table_made_at,
     walk,
 )
 
@@ -214,8 +213,9 @@ class _Layers:
             return
         if takes_text and not isinstance(value, str):
             value = shown  # the shell took the quotes
-        nested: Table = {}
-        table_made_at(nested, path[:-1])[path[-1]] = value
+        nested: Any = value
+        for key in reversed(path):
+            nested = {key: nested}
         _rename(nested, partial(_resolve, folder=Path.cwd()))
         if isinstance(value, dict):  # takes the place of a file's table, whose keys could not be taken away otherwise
             (table_at(self.table, path[:-1]) or {}).pop(path[-1], None)
@@ -359,7 +359,7 @@ def _meant(path: KeyPath, *, is_table: bool) -> str:
     name = key.lower().replace("-", "_")
     elsewhere = [] if places or name in keys else names_elsewhere().get(name, [])
     if elsewhere:
-        return f"here it is {next((known for known in elsewhere if known.startswith(f'{path[0]}.')), elsewhere[0])}"
+        return f"here it is {max(elsewhere, key=lambda place: place.startswith(f'{path[0]}.'))}"
     if (nearest(key, keys) is None and len(path) > 1) or not (is_table or len(path) > 1):
         if key in RunConfig.model_fields:
             return f"did you mean the table [{key}]?"

@@ -6,6 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -63,154 +64,26 @@ from .servers import NOT_WITH_ADAPTERS, OFF, ServerShape, owned_conflicts, specu
 SFT_DEFAULTS = {"rollout": {"workflow": "demonstration", "num_samples": 1}}
 PAIR_DEFAULTS = {"rollout": {"workflow": "preference", "num_samples": 2}, "data": {"preset": "pairs"}}
 GIVEN = ",".join(GIVEN_KINDS)
-ENGINE_RELATIONS = (
-    "roles.rollout.kind=sglang for engine.attach",
-    "roles.rollout.nodes!=* for engine.attach",
-    "roles.rollout.devices=cpu for roles.rollout.kind=embedded",
-    "sglang needs roles.rollout.kind=sglang: it is for servers that are launched",
-    "sglang needs !engine.attach: it is for servers that are launched",
-    "engine.groups needs roles.rollout.kind=sglang: they are servers that are launched",
-    "engine.groups needs !engine.attach: they are servers that are launched",
-)
-"""Those of an engine, the policy's or that of one of `[models]`."""
-RELATIONS = (
-    *ENGINE_RELATIONS,
-    # Answers of rows, and exploration
-    "rollout.workflow=demonstration for algo.kind=sft",
-    f"rollout.workflow=preference for algo.kind={PAIRS}",
-    f"rollout.num_samples=2 for algo.kind={PAIRS}: a pair has two answers",
-    f"algo.kind={PAIRS} for rollout.workflow=preference",
-    "algo.kind=reward needs roles.trainer.kind=torch: Megatron's has no head that scores a text",
-    "algo.kind=reward needs trainer.impl=own: the head is on our own code's layers",
-    "algo.kind=reward needs !lora.rank: the head is no adapter",
-    "algo.kind=sft for rollout.workflow=demonstration: every sample would get the same reward",
-    "rollout.num_samples=1 for algo.kind=sft: there is one demonstration per prompt",
-    f"rollout.temperature!=0 for algo.kind!={GIVEN}: identical samples teach nothing; use 1.0",
-    f"models needs algo.kind!={GIVEN}: it has no rollouts that would ask them",
-    f"rollout.temperature=1 algo.kind={GIVEN} for algo.ref_urls: servers score at temperature 1; or use algo.ref_path",
-    # Agents and environments
-    "agent.command agent.url agent.polls for rollout.workflow=agent: there must be a program or a service",
-    "reward.fn=workflow for agent.reward: the agent says the reward",
-    "roles.gateway.count needs rollout.workflow=agent gateway.eval_requests: it would have nothing to serve",
-    "roles.gateway.count=1 for roles.gateway",
-    "environments for rollout.workflow=environment: write a table [environments.NAME]",
-    "rollout.workflow=environment for environments",
-    # The trainer
-    "critic.enabled=true for critic",
-    "critic.enabled needs algo.kind=ppo: other algorithms take advantages without values",
-    "critic.enabled needs roles.trainer.kind=torch: Megatron's has no value model",
-    "roles.trainer.kind=megatron for megatron",
-    "lora.rank for lora",
-    "megatron.mtp needs !lora.rank: the model stays as it is",
-    "trainer.freeze needs !lora.rank: with adapters the whole model is frozen; see lora.target_modules",
-    "algo.ref_update_every needs !lora.rank: the reference model is the policy without its adapters",
-    "optimizer.name=muon megatron.offload_optimizer needs !lora.rank: the optimizer of adapters is a small AdamW",
-    "memory.share=switch needs !lora.rank: adapters do not take turns with an engine on a device yet",
-    "megatron.model.moe_router_bias_update_rate needs !lora.rank: the model stays as it is",
-    "lora.rollout=adapter needs roles.rollout.kind=sglang: others take merged weights",
-    "lora.rollout=adapter needs weights.channel=auto,disk: an adapter is a small folder",
-    "lora.rollout=adapter needs weights.full_every=0,1: an adapter is sent whole",
-    "lora.rollout=adapter needs rollout.pause_mode=in_place: running requests keep their adapter, and nothing pauses",
-    f"lora.rollout=adapter needs !sglang.speculative_algorithm: {NOT_WITH_ADAPTERS}",
-    "lora.rollout=adapter needs !engine.router: a request names an adapter of its own actor's server",
-    "lora.rollout=adapter needs !engine.groups: servers of groups get whole weights",
-    "optimizer.decay_steps run.num_steps!=0 for optimizer.schedule!=constant: that is where it ends",
-    "trainer.strategy needs roles.trainer.kind=torch: megatron.distributed_optimizer splits optimizer state",
-    "trainer.impl trainer.freeze needs roles.trainer.kind=torch",
-    'trainer.activation_checkpointing needs roles.trainer.kind=torch: use megatron.recompute = "full"',
-    "trainer.impl=hf needs !critic.enabled: its layers are our own code's",
-    'optimizer.name=muon needs roles.trainer.kind=megatron: the torch trainer has "adamw"',
-    "optimizer.name=muon needs megatron.distributed_optimizer=false: it needs whole matrices",
-    "optimizer.name=muon needs !megatron.offload_optimizer: it needs the matrices on the device",
-    "optimizer.name=muon needs memory.share=none: its momentum cannot leave the device",
-    "megatron.offload_optimizer needs trainer.dtype=bfloat16: its masters are float32",
-    "megatron.offload_optimizer needs !trainer.checkpoint_every: it has no checkpoints yet",
-    "megatron.offload_optimizer needs !trainer.resume: it has no checkpoints yet",
-    f"megatron.routing_replay=rollout needs algo.kind!={GIVEN}: a demonstration was routed by no engine",
-    "megatron.routing_replay=rollout needs roles.rollout.kind=sglang: others do not tell which experts tokens went to",
-    "megatron.routing_replay=rollout needs sglang.enable_return_routed_experts=true engine.attach: servers tell it",
-    "megatron.routing_replay=rollout needs !sglang.speculative_algorithm: SGLang keeps no experts of guessed tokens",
-    "megatron.routing_replay=rollout needs sglang.enable_hierarchical_cache!=true: cache that comes back has none",
-    "megatron.routing_replay=rollout needs rollout.pause_mode!=retract: a cache made again has experts of new weights",
-    "rollout.deterministic needs !sglang.speculative_algorithm: what is drawn depends on what was guessed",
-    "rollout.min_p needs !sglang.speculative_algorithm: SGLang draws behind its guesses without it",
-    "rollout.min_new_tokens needs !sglang.speculative_algorithm: SGLang counts passes, which take several guesses",
-    "rollout.repetition_penalty needs !sglang.speculative_algorithm: SGLang misses guessed tokens",
-    "rollout.frequency_penalty rollout.presence_penalty needs !sglang.speculative_algorithm: as repetition_penalty",
-    "rollout.replay_sampling needs roles.rollout.kind=embedded: others do not tell which tokens their sampler left",
-    "rollout.replay_sampling needs roles.trainer.kind=torch",
-    "rollout.replay_sampling needs !algo.ref_urls: served log-probs are of all tokens",
-    # Turns on a device
-    "engine.router needs memory.share=none: each server answers its own actor's requests",
-    "sglang.enable_memory_saver needs memory.share=none: leave it out, turns set it themselves",
-    "trainer.strategy needs memory.share=none: sharded parameters of the torch trainer cannot leave a device",
-    "megatron.offload_optimizer needs memory.share=none: the optimizer leaves the device as a whole",
-    'weights.channel=nccl needs memory.share=none: use "cuda_ipc" ("shm" on the CPU) or "disk"',
-    "memory.share=switch needs roles.rollout.kind=embedded roles.trainer.devices: name GPUs for both roles, or none",
-    "memory.share=switch needs roles.trainer.kind=torch roles.trainer.devices: name GPUs for both roles, or none",
-    "memory.capacity_mb roles.trainer.devices for memory.share=switch: MiB of the host that are a device on the CPU",
-    # Weights and evaluation
-    'weights.channel=nccl,cuda_ipc needs roles.rollout.kind=sglang: others take "shm" or "disk"',
-    'weights.channel=shm needs roles.rollout.kind!=sglang: it takes "nccl", "cuda_ipc" or "disk"',
-    "weights.full_every!=0,1 needs weights.channel=disk,tcp: only folders have deltas",
-    "eval.every needs eval.data eval.sets: the held-out prompts",
-    f"eval.num_samples eval.temperature needs algo.kind!={PAIRS}: the rows hold the answers",
-)
-FIRST_RELATIONS = (
-    f"algo.ref_path algo.ref_urls algo.ref_update_every needs algo.kl_coef algo.kind={PAIRS}: else no model is used",
-    "run.stop_reward needs eval.every",
-)
-"""Those of a run's first values: one that began with a KL term, or with evaluations, may continue without."""
-LIVE_RELATIONS = (
-    "run.stop_reward eval.num_prompts eval.num_samples eval.temperature needs eval.data eval.sets: held-out prompts",
-)
-"""Those of values that are changed in a live run; a file may say them of an evaluation that it leaves out."""
-RATIO_KEYS = "algo.clip_low algo.clip_high algo.dual_clip algo.sapo_tau_pos algo.sapo_tau_neg"
-SEVERAL = "algo.minibatches!=1 algo.epochs!=1"
-PHASES = "rollout.setup_timeout_s rollout.finalize_timeout_s rollout.score_timeout_s"
-EFFECTS = (
-    *LIVE_RELATIONS,
-    # The loss
-    "algo.gamma needs algo.kind=ppo,reinforce_pp: others have one advantage for all tokens of a turn",
-    "algo.lam needs algo.kind=ppo",
-    "algo.critic_lam needs critic.enabled",
-    "algo.sapo_tau_pos algo.sapo_tau_neg needs algo.loss=sapo algo.loss_fn",
-    "algo.clip_low algo.clip_high needs algo.loss!=sapo,reinforce",
-    f"algo.clip_low algo.clip_high needs algo.kind!={GIVEN}",
-    f"{RATIO_KEYS} needs algo.correction=auto,behaviour,none {SEVERAL} algo.loss_fn: its ratios are 1 with one update",
-    f"{RATIO_KEYS} needs algo.correction!=none algo.loss_fn: its ratios are 1",
-    "algo.tis_cap needs algo.correction=auto,decoupled,tis,icepop algo.weight_fn",
-    f"algo.tis_cap needs algo.correction!=auto {SEVERAL} algo.weight_fn: with one update a step auto weights nothing",
-    "algo.mis_level algo.mis_low needs algo.correction=mis,icepop algo.weight_fn",
-    "algo.mis_mode algo.mis_high needs algo.correction=mis algo.weight_fn",
-    "algo.reject_level needs algo.reject_high",
-    "algo.kl_in algo.kl_kind algo.kl_unbiased needs algo.kl_coef",
-    "algo.ref_timeout_s needs algo.ref_urls",
-    f"algo.reduction needs algo.kind!={PAIRS}: its loss is a mean over pairs",
-    "optimizer.min_lr_ratio optimizer.decay_steps needs optimizer.schedule!=constant",
-    "optimizer.wsd_decay needs optimizer.schedule=wsd",
-    # Generation and reward
-    f"rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.stop needs algo.kind!={GIVEN}",
-    f"{PHASES} needs rollout.workflow!={','.join(WORKFLOW_NAMES)}: they are of a workflow of your own",
-    f"rollout.max_turns needs rollout.workflow!={','.join(WORKFLOW_BUILTINS)},{AGENT_WORKFLOW}",
-    "reward.pattern needs reward.fn!=exact,numeric,math,f1,choice,workflow,judge,unit_tests: they look for none",
-    "reward.overlong_penalty needs reward.overlong_tokens",
-    "data.learn needs algo.kind=sft",
-    "judge.key_env needs judge.url",
-    "agent.workers needs agent.polls",
-    "agent.silence_s needs agent.polls agent.url",
-    "async.window needs async.policy=pace",
-    # Files, engines, devices
-    "trainer.async_save trainer.keep_every needs trainer.checkpoint_every",
-    "trainer.export_dtype needs trainer.export_at_end=true",
-    "monitor.samples_mb needs monitor.samples_per_step!=0",
-    "weights.bucket_mb needs weights.channel=auto,nccl,cuda_ipc",
-    "weights.join_s needs weights.channel=auto,nccl",
-    "engine.start_s engine.python needs roles.rollout.kind=sglang",
-    "memory.communicators memory.host_pool_gb memory.capacity_mb needs memory.share=switch",
-    "memory.reserve_mb memory.workspace_mb memory.switch_s needs memory.share=switch",
-)
-"""Keys that are allowed and do nothing without others: of files, which keep them for another try, and of live knobs."""
+
+
+def _read_relations() -> dict[str, tuple[str, ...]]:
+    """Those between sections: part of `relations.table` -> its lines."""
+    words = {
+        "GIVEN": GIVEN, "PAIRS": PAIRS, "WORKFLOWS": ",".join(WORKFLOW_NAMES), "NOT_WITH_ADAPTERS": NOT_WITH_ADAPTERS,
+        "WORKFLOW_BUILTINS": ",".join(WORKFLOW_BUILTINS),
+    }  # fmt: skip
+    parts: dict[str, tuple[str, ...]] = {}
+    part = ""
+    for line in Path(__file__).with_name("relations.table").read_text("utf-8").splitlines():
+        part = line.strip("[]") if line.startswith("[") else part
+        if line and line[0] not in "#[":
+            parts[part] = (*parts.get(part, ()), line.format_map(words))
+    return parts
+
+
+PARTS = _read_relations()
+RELATIONS = PARTS["engine"] + PARTS["run"]
+EFFECTS = PARTS["live"] + PARTS["effects"]
 
 
 class RunConfig(Section, frozen=True):
@@ -246,11 +119,11 @@ class RunConfig(Section, frozen=True):
     control: ControlSettings = ControlSettings()
     roles: RolesSettings = RolesSettings()
 
-    relations = (*RELATIONS, *FIRST_RELATIONS)
+    relations = RELATIONS + PARTS["first"]
 
     def refusal(self, values: Mapping[str, object]) -> str:
         """Why a run that began with this file cannot continue with other values of its keys ("rollout.top_k"); empty:
-        it can. Sections are checked as those of a file are, but for `FIRST_RELATIONS`."""
+        it can. Sections are checked as those of a file are, but for those of first values."""
         new, conflicts = self.with_values(values), list[Conflict]()
         for section in dict.fromkeys(path.partition(".")[0] for path in values):
             part = cast("Section", getattr(new, attribute_of(type(self), section)))
@@ -262,7 +135,7 @@ class RunConfig(Section, frozen=True):
                     inner = detail.get("ctx", {}).get(CONFLICTS) or [Conflict(path, detail["msg"])]
                     conflicts += [Conflict(f"{section}.{conflict.path}", conflict.cause) for conflict in inner]
         conflicts += [*relation_conflicts(new, RELATIONS), *new.conflicts()]
-        conflicts += [conflict for conflict in relation_conflicts(new, LIVE_RELATIONS) if conflict.path in values]
+        conflicts += [conflict for conflict in relation_conflicts(new, PARTS["live"]) if conflict.path in values]
         return "; ".join(f"{conflict.path}: {conflict.cause}" for conflict in conflicts)
 
     def with_values(self, values: Mapping[str, object]) -> RunConfig:
@@ -587,7 +460,7 @@ def _model_conflicts(config: RunConfig) -> Iterator[Conflict]:
             yield Conflict(f"{key}.engine.attach", cause)
         served |= {url.rstrip("/"): f"{key}.engine.attach" for url in model.engine.attach}
         as_policy = config.of_model(name)
-        for path, cause in (*relation_conflicts(as_policy, ENGINE_RELATIONS), *_engine_conflicts(as_policy)):
+        for path, cause in (*relation_conflicts(as_policy, PARTS["engine"]), *_engine_conflicts(as_policy)):
             yield Conflict(model_key(name, path), model_key(name, cause))
 
 

@@ -202,21 +202,20 @@ TextTuple = Annotated[tuple[str, ...], Strict(False)]
 def code_names(*builtins: str) -> AfterValidator:
     """The marker of a name of code: one of these, `module:attr` or `file.py:attr`. An empty text is let through; it is
     refused where the built-ins are all that may be left out."""
-    return AfterValidator(lambda value: check_code_name(value, builtins) if value else value)
+
+    def checked(value: str) -> str:
+        if not value or value in builtins or CODE_NAME.fullmatch(value):
+            return value
+        near = nearest(value, builtins)
+        hint = f'; did you mean "{near}"?' if near else ""
+        choices = f"one of {', '.join(builtins)}, or " if builtins else ""
+        raise ValueError(f"must be {choices}module:function, or file.py:function{hint}")
+
+    return AfterValidator(checked)
 
 
 TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 CODE_NAME = re.compile(r"[^:\s][^:]*:[A-Za-z_][A-Za-z0-9_.]*")
-
-
-def check_code_name(value: str, builtins: tuple[str, ...]) -> str:
-    """Accept a built-in name, `module:attr` or `file.py:attr`; raise ValueError otherwise."""
-    if value in builtins or CODE_NAME.fullmatch(value):
-        return value
-    near = nearest(value, builtins)
-    hint = f'; did you mean "{near}"?' if near else ""
-    choices = f"one of {', '.join(builtins)}, or " if builtins else ""
-    raise ValueError(f"must be {choices}module:function, or file.py:function{hint}")
 
 
 def check_pattern(value: str) -> str:
@@ -362,18 +361,6 @@ def table_at(table: Table, path: Sequence[str]) -> Table | None:
     level: Table | None = table
     for key in path:
         level = as_table(level.get(key)) if level is not None else None
-    return level
-
-
-def table_made_at(table: Table, path: Sequence[str]) -> Table:
-    """The table at a path; whatever is in the way is replaced by tables."""
-    level = table
-    for key in path:
-        below = as_table(level.get(key))
-        if below is None:
-            below = {}
-            level[key] = below
-        level = below
     return level
 
 

@@ -43,14 +43,14 @@ class RunChange(NamedTuple):
 
 def changes_of(records: Iterable[AuditRecord], steps: Sequence[tuple[float, int]] = ()) -> list[RunChange]:
     """In order of the log. `steps`: (when reported, step): the launcher, which notes verbs, knows no step."""
-    times, found = [wall_s for wall_s, _ in steps], list[RunChange]()
+    times, changes = [wall_s for wall_s, _ in steps], list[RunChange]()
     for record in records:
         step = max(record.at, record.version) if record.moves else record.version or -1
         if step < 0 and steps:
             index = bisect_right(times, record.wall_s)
             step = steps[index - 1][1] if index else 0
-        found.append(RunChange(record, step))
-    return found
+        changes.append(RunChange(record, step))
+    return changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ def asked_text(arguments: dict[str, object]) -> str:
 
 def stairs(changes: Sequence[RunChange], name: str, first: float, low: float, high: float) -> list[tuple[float, float]]:
     """(step, value) of a knob over the steps from `low` to `high`, with a corner before and after each change of it."""
-    found = [(low, first)]
+    corners = [(low, first)]
     for change in changes:
         new = next((move.new for move in change.record.moves if move.name == name), None)
         if change.is_done and change.step >= 0 and isinstance(new, int | float):
-            at = min(max(float(change.step), found[-1][0]), high)
-            found += [(at, found[-1][1]), (at, float(new))]
-    return [*found, (high, found[-1][1])]
+            at = min(max(float(change.step), corners[-1][0]), high)
+            corners += [(at, corners[-1][1]), (at, float(new))]
+    return [*corners, (high, corners[-1][1])]
 
 
 def clock_text(wall_s: float) -> str:

@@ -43,8 +43,8 @@ def runs_of(folder: Path) -> list[RunRow]:
         raise ConfigError(f"{folder} is not a directory", remedy="name a folder of runs, e.g. runs")
     if is_run_folder(folder):
         return [_glance(folder.resolve())]
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and is_run_folder(path)]
-    return sorted((_glance(path) for path in found), key=lambda row: row.started_wall_s, reverse=True)
+    folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink() and is_run_folder(path)]
+    return sorted((_glance(path) for path in folders), key=lambda row: row.started_wall_s, reverse=True)
 
 
 def _glance(run_dir: Path) -> RunRow:
@@ -85,12 +85,12 @@ def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
 def compared(runs: Sequence[RunFiles], patterns: Sequence[str] = ()) -> list[ComparedMetric]:
     """Metrics that any of the runs has, in the order of the patterns. Raises ConfigError if no metric fits."""
     names = sorted({name for run in runs for name in run.names()})
-    chosen = dict.fromkeys(n for pattern in patterns or USUAL for n in names if fnmatch.fnmatchcase(n, pattern))
-    if patterns and not chosen:
+    metrics = dict.fromkeys(n for pattern in patterns or USUAL for n in names if fnmatch.fnmatchcase(n, pattern))
+    if patterns and not metrics:
         raise ConfigError(
             f"no metric is called {' or '.join(patterns)}", remedy=f"there are: {', '.join(names[:12])}, ..."
         )
     return [
         ComparedMetric(name, tuple(run.last(name) for run in runs), tuple(run.steps(name) for run in runs))
-        for name in list(chosen)[:_MAX_METRICS]
+        for name in list(metrics)[:_MAX_METRICS]
     ]

@@ -25,23 +25,12 @@ def visible(text: str) -> str:
 def shown(group: GroupText) -> dict[str, Any]:
     """The group with its messages as views show them, `prompt`, and the `text` of each answer."""
     answers = [
-        {
-            **msgspec.to_builtins(answer),
-            "text": answer.text,
-            "tools": [_call(tool) for tool in answer.tools],
-            "messages": _turns(answer),
-            "note": _note(answer),
-        }
-        for answer in group.answers
-    ]
-    messages, tools = [_message(one) for one in group.messages], [_call(tool) for tool in group.tools]
-    return {
-        **msgspec.to_builtins(group),
-        "prompt": group.prompt,
-        "tools": tools,
-        "messages": messages,
-        "answers": answers,
-    }
+        {**msgspec.to_builtins(answer), "text": answer.text, "tools": [_call(tool) for tool in answer.tools],
+         "messages": _turns(answer), "note": _note(answer)} for answer in group.answers
+    ]  # fmt: skip
+    messages, tools = [_message(said) for said in group.messages], [_call(tool) for tool in group.tools]
+    shown_parts = {"prompt": group.prompt, "tools": tools, "messages": messages, "answers": answers}
+    return msgspec.to_builtins(group) | shown_parts
 
 
 def _turns(answer: AnswerText) -> list[dict[str, Any]]:
@@ -120,10 +109,8 @@ def group_lines(group: dict[str, Any]) -> Iterator[str]:
         yield visible(f"  label: {group['label']}")
     for answer in group["answers"]:
         parts = "".join(f", {name} {value:g}" for name, value in answer["reward_parts"].items())
-        branch, note = (
-            f".{answer['branch']}" if answer["branch"] else "",
-            f", {answer['note']}" if answer["note"] else "",
-        )
+        branch = f".{answer['branch']}" if answer["branch"] else ""
+        note = f", {answer['note']}" if answer["note"] else ""
         facts = f"{answer['num_tokens']} tokens ({answer['finish']}){note}"
         yield visible(f"  [{answer['index']}{branch}] reward {answer['reward']:g}{parts}, {facts}")
         yield from _said(answer, "      ")

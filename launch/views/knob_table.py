@@ -82,16 +82,16 @@ _WORDS = {"True": "true", "False": "false"}
 def read_value(name: str, text: str) -> KnobValue:
     """A TOML value as a person typed it; a bare word is text, for shells eat quotes. Raises ConfigError."""
     try:
-        found = tomllib.loads(f"value = {_WORDS.get(text, text)}")["value"]
+        value = tomllib.loads(f"value = {_WORDS.get(text, text)}")["value"]
     except tomllib.TOMLDecodeError as error:
         if _BARE.fullmatch(text):
             return text
         raise ConfigError(f"{name} = {text}: is no TOML value: {error}", remedy='write 1e-4, true or "text"') from None
-    if isinstance(found, float) and not math.isfinite(found):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} = {text}: must be finite", remedy=f"`myxa get {name}` shows its range")
-    if not isinstance(found, bool | int | float | str):
+    if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"{name} = {text}: knobs are numbers, text, true or false", remedy=f"`myxa get {name}`")
-    return found
+    return value
 
 
 def reply_text(reply: ChangeReply) -> str:

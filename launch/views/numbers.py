@@ -58,13 +58,13 @@ def percent(share: float) -> str:
 
 def time_parts(kinds: Mapping[str, float], num_names: int = 4) -> list[str]:
     """`wait-data 62 % (claim 60 %)` of each kind of a hundredth or more. `kinds`: kind or "kind/name" -> share."""
-    found: list[str] = []
-    known = (kind for kind, share in kinds.items() if "/" not in kind and share >= 0.01)
-    for kind in sorted(known, key=lambda kind: (-kinds[kind], kind)):
-        named = [(share, key) for key, share in kinds.items() if key.startswith(f"{kind}/") and share >= 0.01]
-        names = [f"{key.partition('/')[2]} {percent(share)}" for share, key in sorted(named, reverse=True)[:num_names]]
-        found.append(f"{kind} {percent(kinds[kind])}" + (f" ({', '.join(names)})" if names else ""))
-    return found
+    parts: list[str] = []
+    main_kinds = (kind for kind, share in kinds.items() if "/" not in kind and share >= 0.01)
+    for kind in sorted(main_kinds, key=lambda kind: (-kinds[kind], kind)):
+        inner = [(share, key) for key, share in kinds.items() if key.startswith(f"{kind}/") and share >= 0.01]
+        names = [f"{key.partition('/')[2]} {percent(share)}" for share, key in sorted(inner, reverse=True)[:num_names]]
+        parts.append(f"{kind} {percent(kinds[kind])}" + (f" ({', '.join(names)})" if names else ""))
+    return parts
 
 
 def doing(kinds: Mapping[str, float]) -> str:
@@ -72,9 +72,9 @@ def doing(kinds: Mapping[str, float]) -> str:
     return next(iter(time_parts(kinds, 1)), "")
 
 
-def training_reward(known: Container[str]) -> str:
-    """The metric shown as training reward: of all finished groups, else of the batch's. `known`: metric names."""
-    return "reward/raw_mean" if "reward/raw_mean" in known else "reward/mean"
+def training_reward(names: Container[str]) -> str:
+    """The metric shown as training reward: of all finished groups, else of the batch's. `names`: metric names."""
+    return "reward/raw_mean" if "reward/raw_mean" in names else "reward/mean"
 
 
 def clean(text: str) -> str:

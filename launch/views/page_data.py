@@ -63,7 +63,7 @@ def state_table(view: RunView, run: RunFiles) -> dict[str, Any]:
         "lagText": lag_text(view),
         "lags": _lags(view, run),
         "engines": {"columns": ENGINE_COLUMNS, "rows": engine_rows(view)},
-        "underWay": [describe_rollout(one) for one in view.under_way[:_MAX_UNDER_WAY]],
+        "underWay": [describe_rollout(rollout) for rollout in view.under_way[:_MAX_UNDER_WAY]],
         "rolloutTime": [f"{name} {percent(share)}" for name, share in rollout_time(view.shares()).items()],
         "knobs": _knobs(view),
     }
@@ -168,13 +168,13 @@ def series_table(run: RunFiles, start_s: float) -> dict[str, Any]:
 
 def _steps_at(run: RunFiles, walls: Sequence[float]) -> list[float]:
     """The newest step at each of these moments."""
-    found: list[float] = []
+    steps: list[float] = []
     reported, index, step = sorted(run.reported), 0, 0
     for wall_s in walls:
         while index < len(reported) and reported[index][0] <= wall_s:
             step, index = reported[index][1], index + 1
-        found.append(float(step))
-    return found
+        steps.append(float(step))
+    return steps
 
 
 def _tidy(value: float) -> float:
@@ -241,18 +241,18 @@ def _changes(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
 def _events(run: RunFiles, start_s: float) -> list[dict[str, Any]]:
     """The newest events of each kind, more of those that alarm, so that routine events do not hide them."""
     room: Counter[str] = Counter()
-    chosen: list[EventRow] = []
+    rows: list[EventRow] = []
     for event in reversed(run.events):
         room[event.kind] += 1
         if room[event.kind] <= (_MAX_ALARMING if is_alarming(event.kind) else _MAX_ROUTINE):
-            chosen.append(event)
+            rows.append(event)
     return [
         {
             **_picked(event, "source kind text"),
             "after": round(event.wall_s - start_s, 2),
             "isAlarming": is_alarming(event.kind) or (event.kind == "phase" and "failed" in event.text),
         }
-        for event in reversed(chosen[:_MAX_EVENTS])
+        for event in reversed(rows[:_MAX_EVENTS])
     ]
 
 

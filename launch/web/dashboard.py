@@ -232,13 +232,13 @@ class Dashboard:
             self._charts_due_s = began_s + max(CHARTS_EVERY_S, 10 * (time.monotonic() - began_s))
 
     async def _samples(self, request: web.Request) -> web.Response:
-        asked = request.query
-        num = int(asked.get("num_groups", "")[:9]) if asked.get("num_groups", "").isdecimal() else 4
-        step = int(asked.get("step", "")[:9]) if asked.get("step", "").isdecimal() else -1
+        query = request.query
+        num = int(query.get("num_groups", "")[:9]) if query.get("num_groups", "").isdecimal() else 4
+        step = int(query.get("step", "")[:9]) if query.get("step", "").isdecimal() else -1
         kinds: dict[str, bool | None] = {"held-out": True, "true": True, "1": True, "all": None}
-        held_out = None if "prompt" in asked else kinds.get(asked.get("held_out", ""), False)
-        wanted = SampleQuery(step, held_out, search=asked.get("search", ""), prompt=asked.get("prompt", ""))
-        read = partial(read_samples, self._run_dir, wanted, min(num, MAX_KEPT_GROUPS))
+        held_out = None if "prompt" in query else kinds.get(query.get("held_out", ""), False)
+        query_of_samples = SampleQuery(step, held_out, search=query.get("search", ""), prompt=query.get("prompt", ""))
+        read = partial(read_samples, self._run_dir, query_of_samples, min(num, MAX_KEPT_GROUPS))
         return await self._read(lambda: {"groups": read()})
 
     async def _runs(self, request: web.Request) -> web.Response:
@@ -248,16 +248,16 @@ class Dashboard:
         name, folder = request.query.get("name", ""), self._run_dir.parent
 
         def past() -> Any:
-            known = {run.name for run in runs_of(folder)}
-            return past_table(load_run(folder / name)) if name in known else None
+            names = {run.name for run in runs_of(folder)}
+            return past_table(load_run(folder / name)) if name in names else None
 
         return await self._read(past)
 
     async def _read(self, read: Callable[[], Any]) -> web.Response:
-        found = await asyncio.get_running_loop().run_in_executor(self._looker, read)
-        if found is None:
+        answer = await asyncio.get_running_loop().run_in_executor(self._looker, read)
+        if answer is None:
             raise web.HTTPNotFound
-        return web.Response(body=orjson.dumps(found, default=str), content_type="application/json")
+        return web.Response(body=orjson.dumps(answer, default=str), content_type="application/json")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         snapshot = (await self._status(whole=False)).snapshot
@@ -338,15 +338,15 @@ def prometheus_text(snapshot: Mapping[str, Mapping[str, float]]) -> str:
     for source, values in snapshot.items():
         kind, _, actor = source.partition("/")
         if kind in BY_KIND:
-            rows[BY_KIND[kind]] |= {_labels(kind=name, source=actor): one for name, one in values.items()}
+            rows[BY_KIND[kind]] |= {_labels(kind=name, source=actor): value for name, value in values.items()}
         elif source in ("age_s", "step"):
-            rows[f"myxa_{source}"] |= {_labels(source=actor): one for actor, one in values.items()}
+            rows[f"myxa_{source}"] |= {_labels(source=actor): value for actor, value in values.items()}
         elif source == "monitor":
             rows["myxa_telemetry_dropped_total"][""] = values["dropped"]
-        elif source != "metrics":  # those of all sources as one
-            for name, one in values.items():  # of names that differ in odd characters alone the newest counts
-                rows[f"myxa_{re.sub('[^a-zA-Z0-9_]', '_', name)}"][_labels(source=source)] = one
-    return "".join(f"{name}{labels} {float(one)!r}\n" for name in sorted(rows) for labels, one in rows[name].items())
+        elif source != "metrics":  # those of all sources as value
+            for name, value in values.items():  # of names that differ in odd characters alone the newest counts
+                rows[f"myxa_{re.sub('[^a-zA-Z0-9_]', '_', name)}"][_labels(source=source)] = value
+    return "".join(f"{name}{labels} {float(n)!r}\n" for name in sorted(rows) for labels, n in rows[name].items())
 
 
 def _labels(**labels: str) -> str:
