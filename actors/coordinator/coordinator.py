@@ -297,7 +297,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
             self.ctx.spawn(self._evaluate(), name=f"evaluate-{report.version}")
 
     def _num_steps(self) -> int:
-        return int(self.conductor.newest("num_steps", self._options.run.num_steps))
+        return int(self.conductor.decisions.latest("num_steps", self._options.run.num_steps))
 
     async def trainer_finished(self, version: int, reason: str) -> None:
         self._state.leader_reason = reason

@@ -170,10 +170,6 @@ class KnobConductor:
         await self._is_decided.wait()
         return self.decisions.live(self._version(), self._clock.wall())
 
-    def newest(self, name: str, default: KnobValue) -> KnobValue:
-        """What was decided last for a knob of the trainer, in force or not."""
-        return self.decisions.latest(name, default)
-
     async def rewound(self, old_version: int, version: int) -> None:
         """The trainer was thrown back: what was in force by the older number stays in force."""
         if not self.decisions.has_due(version, old_version):
@@ -265,7 +261,7 @@ class KnobConductor:
         decided, file = draft.decision.values, self._file
         if file is None:
             return
-        num_steps = int(decided.get("num_steps") or self.newest("num_steps", file.run.num_steps))
+        num_steps = int(decided.get("num_steps") or self.decisions.latest("num_steps", file.run.num_steps))
         if 0 < num_steps <= at:
             yield f"the run ends with step {num_steps}: it does not come to {at}"
         new = file.with_values(draft.file_values)

@@ -55,7 +55,7 @@ class RunControl:
         return self._conductor.decisions.why(PAUSE_AT.name) if 0 <= self._pause_at() <= self._version() else ""
 
     def _pause_at(self) -> int:
-        return int(self._conductor.newest(PAUSE_AT.name, -1))
+        return int(self._conductor.decisions.latest(PAUSE_AT.name, -1))
 
     def look(self) -> None:
         """Book and report that the run was paused or continues; what the first look finds is no news."""

@@ -287,8 +287,7 @@ class Ledger(LedgerReader):
 
     def rows(self, *states: State) -> list[Row]:
         """Groups in these states (not TRAINED, DURABLE or DROPPED), oldest first."""
-        found = (row for state in states for row in self._rows[state].values())
-        return sorted(found, key=lambda row: row.group_id)
+        return sorted((row for state in states for row in self._rows[state].values()), key=attrgetter("group_id"))
 
     def held_by(self, rollout: str) -> list[Row]:
         """Groups that the actor runs, or may run still."""
@@ -502,8 +501,8 @@ class Ledger(LedgerReader):
     def _rewind_row(self, change: LedgerChange, row: Row, version: int) -> None:
         back = f"rewind to {version}"
         if row.state is State.DROPPED:
-            found = self.stored(row.group_id)
-            to = State.READY if found is not None and found[0] else State.REQUEUED
+            payload = self.stored(row.group_id)
+            to = State.READY if payload is not None and payload[0] else State.REQUEUED
             change.move(replace(row, reason="", rollout="", epoch=-1), to, detail=back, table=REWIND)
         elif row.state is State.CLAIMED and row.step < version:
             change.move(row, State.TRAINED, detail=f"known from the checkpoint of {version}", table=REWIND)

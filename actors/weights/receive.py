@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ...core.actor import Actor
-from ...core.errors import EngineError, MyxaError, WeightsRefused
+from ...core.errors import MyxaError, WeightsRefused
 from ...core.messages import WeightAck, WeightManifest
 from ...core.protocols import Engine, WeightRebuilder
 from ...core.refs import with_deadline
@@ -115,7 +115,6 @@ class TrainerSenders:
         self._actor = actor
 
     async def ask(self, sender: str, order: SenderOrder[A]) -> A:
-        if self._actor is None:
-            raise EngineError("no actor is set to call the trainer", remedy="this is a bug: call speak_as first")
+        assert self._actor is not None, "speak_as comes first"
         ref = with_deadline(self._actor.ctx.ref(TrainerContract, sender), order.answer_s)
         return cast(A, await ref.ask_sender(cast(AnyOrder, order)))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -549,7 +550,7 @@ class Pinning:
         step = -(-pages // self._num_threads) * HUGE_PAGE_BYTES
         parts = [(address + offset, min(step, num_bytes - offset)) for offset in range(0, num_bytes, step)]
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="pin") as threads:
-            errors = set(threads.map(_make_resident, parts)) - {0}
+            errors = {*threads.map(libc.advise, *zip(*parts, strict=True), repeat(MADV_POPULATE_WRITE))} - {0}
         if errors and errno.EINVAL not in errors:
             raise MemoryFault(
                 f"host pool: {num_bytes:,} bytes cannot be made resident: {os.strerror(min(errors))}",
@@ -566,10 +567,6 @@ class Pinning:
                     cuda.fault(name, result, size).message,
                     remedy="make the host pool smaller, or raise what this process may lock",
                 )
-
-
-def _make_resident(part: tuple[int, int]) -> int:
-    return libc.advise(*part, MADV_POPULATE_WRITE)
 
 
 def _prefer_node(address: int, num_bytes: int, node: int) -> None:

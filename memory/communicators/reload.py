@@ -22,10 +22,11 @@ import importlib.util
 import json
 import sys
 import sysconfig
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import wait
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -136,22 +137,11 @@ def within(seconds: float, describe: Callable[[], str], work: Callable[[], T]) -
 
 
 def all_at_once(items: Iterable[K], work: Callable[[K], None], num_at_once: int) -> None:
-    """`work` for every item, begun in their order, so many at a time; the first error is raised when all have ended."""
-    queue = deque(items)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        while True:
-            try:
-                item = queue.popleft()
-            except IndexError:
-                return
-            try:
-                work(item)
-            except BaseException as error:  # noqa: BLE001  # raised below
-                errors.append(error)
-
-    wait([begin_in_daemon_thread(run, "communicators") for _ in range(min(num_at_once, len(queue)))])
+    """`work` for every item, in their order, so many at a time; the first error is raised when all have ended."""
+    rest, errors = iter(items), list[BaseException]()
+    while batch := [*islice(rest, num_at_once)]:
+        futures = [begin_in_daemon_thread(partial(work, item), "communicators") for item in batch]
+        errors += filter(None, [future.exception() for future in futures])
     if errors:
         raise errors[0]
 
@@ -231,9 +221,9 @@ class ProxiedGroup:
     def is_live(self) -> bool:
         return self.proxy is not None and self.proxy.is_live
 
-    def drop(self, how: str) -> None:
+    def drop(self, how: str = "") -> None:
         if self.proxy is not None:
-            self.proxy.drop(how)
+            self.proxy.drop(how or ("shutdown" if self.kind == "nccl" else ""))
 
     def build(self) -> None:
         """Everything that a first operation would wait for."""
@@ -356,7 +346,7 @@ class ReloadComms:
             self._meet(f"release under epoch {epoch}", deadline)
             self._note_live()
             try:
-                self._within(deadline, "drop", self._drop_all)
+                self._within(deadline, "drop", lambda: self._for_each(self.live(), ProxiedGroup.drop, NUM_DROPS))
             except BaseException as error:
                 self._state = "broken"
                 if isinstance(error, Overrun):
@@ -418,9 +408,6 @@ class ReloadComms:
     def _tell(self, place: str) -> None:
         if self._membership is not None:
             self._membership.tell(place)
-
-    def _drop_all(self) -> None:
-        self._for_each(self.live(), lambda g: g.drop("shutdown" if g.kind == "nccl" else ""), NUM_DROPS)
 
     def _abort_all(self) -> None:
         """All at the same time: each ends its own threads and frees its memory, and frees may wait for what runs

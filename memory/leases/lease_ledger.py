@@ -86,11 +86,6 @@ class Incarnation:
         """Of `held_bytes`: not on the devices yet, but may be at any moment."""
         return self.held_bytes - held_bytes(self.report) + self.report.reserved_bytes
 
-    @property
-    def is_usable(self) -> bool:
-        """It accepts commands."""
-        return not self.silent
-
     def tag(self, name: Tag) -> TagReport | None:
         """What it last said of a tag."""
         return next((tag for tag in self.report.tags if tag.tag == name), None)
@@ -137,10 +132,10 @@ class LeaseLedger:
         """By the books."""
         return sum(t.held_bytes for t in self.on(device))
 
-    def capacity(self, device: str) -> int:
-        """0 before the first measurement."""
+    def unbooked(self, device: str) -> int:
+        """What the books leave."""
         reading = self.readings.get(device)
-        return 0 if reading is None else reading.capacity_bytes
+        return (0 if reading is None else reading.capacity_bytes) - self.reserve_bytes - self.held(device)
 
     def room(self, device: str) -> int:
         """Bytes that could be granted now: the smaller of what the books and what the last measurement leave."""
@@ -148,8 +143,7 @@ class LeaseLedger:
         if reading is None:
             return 0
         untaken = sum(tenant.untaken_bytes for tenant in self.on(device))
-        by_books = reading.capacity_bytes - self.reserve_bytes - self.held(device)
-        return min(by_books, reading.free_bytes - self.margin_bytes - untaken)
+        return min(self.unbooked(device), reading.free_bytes - self.margin_bytes - untaken)
 
     def unattributed(self, device: str) -> int:
         """Used by neither a tenant nor the driver, by the last measurement."""
@@ -264,7 +258,7 @@ def asked_bytes(ledger: LeaseLedger, restore: Mapping[str, tuple[Tag, ...]]) -> 
     num_bytes_on: dict[str, int] = {}
     for name, tags in restore.items():
         tenant = ledger.tenants.get(name)
-        if tenant is None or not tenant.is_usable:
+        if tenant is None or tenant.silent:
             continue
         num_bytes = sum(t.num_bytes for t in tenant.report.tags if t.tag in tags and not is_mapped(t))
         for device in tenant.report.devices if num_bytes else ():
@@ -287,7 +281,7 @@ def build(ledger: LeaseLedger, request: LeaseRequest) -> SwitchPlan | Shortage:
         return evicted
     release = _by_tenant(ledger, evicted)
     disturbed = {ledger.tenants[name].report.gang for name in release} - {request.gang} | set(request.quiet)
-    drain = {t.name for gang in disturbed for t in ledger.gang(gang) if t.is_usable and t.report.state == "active"}
+    drain = {t.name for gang in disturbed for t in ledger.gang(gang) if not t.silent and t.report.state == "active"}
     drain |= {m.name for m in members if m.report.state == "active" and (m.name in restore or not request.is_active)}
     commit = {m.name for m in members if request.is_active and (m.report.state != "active" or m.name in drain)}
     return SwitchPlan(tuple(sorted(drain)), release, restore, tuple(sorted(commit)))
@@ -299,7 +293,7 @@ def _find_conflict(request: LeaseRequest, members: tuple[Incarnation, ...]) -> S
     if request.gang in request.quiet:
         return Shortage(f"refused: gang {request.gang!r} asks for memory and to be quiet itself")
     for member in members:
-        if not member.is_usable:
+        if member.silent:
             return Shortage(f"refused: {member.name} {member.silent}", may_pass=True)
         lost = [tag.tag for tag in member.report.tags if tag.tag in request.tags and tag.backing == "poisoned"]
         if lost:
@@ -335,11 +329,11 @@ def _candidates(ledger: LeaseLedger, request: LeaseRequest, device: str) -> list
     return [
         Candidate(t.name, t.report.gang, tag.tag, tag.num_bytes, rank_of(tag))
         for t in ledger.on(device)
-        if t.is_usable and t.report.gang != request.gang
+        if not t.silent and t.report.gang != request.gang
         for tag in t.report.tags
         # What leaves by common action cannot leave while a member takes no commands, or does not have it.
         if can_leave(tag)
-        and (tag.tag not in COLLECTIVE or all(m.is_usable and m.tag(tag.tag) for m in ledger.gang(t.report.gang)))
+        and (tag.tag not in COLLECTIVE or all(not m.silent and m.tag(tag.tag) for m in ledger.gang(t.report.gang)))
     ]
 
 
@@ -352,8 +346,7 @@ def _pick(
     picked = choose(remaining, short)
     if picked is not None:
         return picked
-    books = ledger.capacity(device) - ledger.reserve_bytes - ledger.held(device) + _num_bytes(candidates)
-    is_full = needed > books  # whatever will be measured
+    is_full = needed > ledger.unbooked(device) + _num_bytes(candidates)  # whatever will be measured
     if any(c.num_bytes == 0 for c in remaining) and not is_full:
         return tuple(remaining)  # some do not report their size: all of them leave, and the measurement decides
     return Shortage(ledger.short_words(device, short - _num_bytes(remaining)), may_pass=not is_full)
@@ -386,7 +379,7 @@ def _collective(ledger: LeaseLedger, leaving: list[Candidate]) -> tuple[Candidat
         tenants = {c.tenant for c in leaving if c.tag == tag}
         for member in ledger.gang(gang):
             report = member.tag(tag)
-            if member.name not in tenants and report is not None and member.is_usable and can_leave(report):
+            if member.name not in tenants and report is not None and not member.silent and can_leave(report):
                 extra.append(Candidate(member.name, gang, tag, report.num_bytes, rank_of(report)))
     return (*leaving, *extra)
 

@@ -222,7 +222,7 @@ class Switch:
     async def _forward(self) -> None:
         plan = await self._first_plan()
         if not plan.is_empty:
-            self._before = {t.name: t.report for t in self._ledger.tenants.values() if t.is_usable}
+            self._before = {t.name: t.report for t in self._ledger.tenants.values() if not t.silent}
         reason = ""
         for _ in range(MAX_PLANS):
             if plan.is_empty:
@@ -240,8 +240,9 @@ class Switch:
     async def _first_plan(self) -> SwitchPlan:
         started = self._now()
         patience_s = min(self._options.settle_s, 0.5 * (self._until_s - started))
+        names = [name for members in self._leases.gangs.values() for name in members]
         while True:
-            await self._survey(self._all_names(), min(self._options.survey_s, 0.25 * (self._until_s - started)))
+            await self._survey(names, min(self._options.survey_s, 0.25 * (self._until_s - started)))
             await self._measure(self._ledger.devices)
             plan = self._planned()
             if isinstance(plan, SwitchPlan):
@@ -249,9 +250,6 @@ class Switch:
             if not plan.may_pass or self._now() >= started + patience_s:
                 raise _Stopped(plan.reason)
             await asyncio.sleep(_SURVEY_PAUSE_S)
-
-    def _all_names(self) -> list[str]:
-        return [name for names in self._leases.gangs.values() for name in names]
 
     def _planned(self) -> SwitchPlan | Shortage:
         names = self._leases.gangs.get(self._request.gang, ())
@@ -322,7 +320,7 @@ class Switch:
         commit: list[str] = []
         for name, before in self._before.items():
             tenant = self._ledger.tenants.get(name)
-            if tenant is None or not tenant.is_usable or tenant.report.epoch != before.epoch:
+            if tenant is None or tenant.silent or tenant.report.epoch != before.epoch:
                 continue
             was_mapped = {tag.tag for tag in before.tags if is_mapped(tag)}
             now = tenant.report
@@ -354,7 +352,7 @@ class Switch:
                 failed.add(name)
 
         with self._timed(f"fallback_{kind}"):
-            names = [name for name in tags if name in self._ledger.tenants and self._ledger.tenants[name].is_usable]
+            names = [name for name in tags if name in self._ledger.tenants and not self._ledger.tenants[name].silent]
             await asyncio.gather(*(attempt(name, tags[name]) for name in names))
         return failed
 

@@ -97,20 +97,6 @@ def _check(manifest: WeightManifest, tensors: Mapping[str, NamedArray]) -> None:
         )
 
 
-def _manifest(
-    version: int,
-    channel: ReadChannel,
-    location: str,
-    specs: tuple[TensorSpec, ...],
-    tensors: Sequence[NamedArray],
-    host: str,
-) -> WeightManifest:
-    return WeightManifest(
-        version=version, channel=channel, location=location, num_bytes=sum(spec.num_bytes for spec in specs),
-        tensors=specs, digest=digest_of(tensors), host=host,
-    )  # fmt: skip
-
-
 # -- shm
 
 ALIGNMENT = 64
@@ -150,7 +136,10 @@ class ShmWeightWriter:
                 remedy="free memory, or use the disk channel",
             ) from err
         self._files[version] = descriptor
-        return _manifest(version, "shm", f"/proc/{os.getpid()}/fd/{descriptor}", specs, tensors, self.host)
+        return WeightManifest(
+            version=version, channel="shm", location=f"/proc/{os.getpid()}/fd/{descriptor}",
+            num_bytes=sum(spec.num_bytes for spec in specs), tensors=specs, digest=digest_of(tensors), host=self.host,
+        )  # fmt: skip
 
     def release(self, version: int) -> None:
         """Readers in the middle of one keep its memory until they are done."""
@@ -238,7 +227,11 @@ class DiskWeightWriter:
             clear_folders(self.root)
             self._is_clear = True
         folder = self._folder(version)
-        full = _manifest(version, self.channel, str(folder), tuple(t.spec for t in tensors), tensors, self.host)
+        specs = tuple(tensor.spec for tensor in tensors)
+        full = WeightManifest(
+            version=version, channel=self.channel, location=str(folder),
+            num_bytes=sum(spec.num_bytes for spec in specs), tensors=specs, digest=digest_of(tensors), host=self.host,
+        )  # fmt: skip
         self._folders.add(folder)
         try:
             manifest = self._write_delta(full, tensors)

@@ -170,20 +170,19 @@ class Staging:
     def _copy(self, version: int, buffers: Buffers, tensors: Iterator[tuple[str | tuple[str, ...], Tensor]]) -> None:
         num_copied = 0
         copies = _Copies()
-        for name, tensor in tensors:
-            if isinstance(name, tuple):
-                views = buffers.batches.get(name)
-                if views is None:
-                    for one, of_it in zip(name, tensor, strict=True):
-                        _check_target(version, buffers.views.get(one), one, of_it)
-                    views = buffers.batches[name] = [_as_bytes(buffers.views[one]) for one in name]
-                else:
-                    _check_target(version, buffers.views[name[0]], name[0], tensor[0])
-                torch._foreach_copy_(views, _as_bytes(tensor).unbind())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                num_copied += len(name)
+        for names, tensor in tensors:
+            if isinstance(names, str):
+                copies.add(_check_target(version, buffers.views.get(names), names, tensor), tensor)
+                num_copied += 1
                 continue
-            copies.add(_check_target(version, buffers.views.get(name), name, tensor), tensor)
-            num_copied += 1
+            views = buffers.batches.get(names)
+            num_unknown = len(names) if views is None else 1
+            for name, matrix in zip(names[:num_unknown], tensor[:num_unknown], strict=True):
+                _check_target(version, buffers.views.get(name), name, matrix)
+            if views is None:
+                views = buffers.batches[names] = [_as_bytes(buffers.views[name]) for name in names]
+            torch._foreach_copy_(views, _as_bytes(tensor).unbind())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            num_copied += len(names)
         copies.flush()
         if num_copied != len(buffers.views):
             raise TrainError(
