@@ -61,7 +61,7 @@ soak: $(STAMP)
 	@$(BIN)/python -m pytest $(TESTS) -m soak --timeout=1800 -o faulthandler_timeout=7200
 
 fuzz: $(STAMP)
-	@$(BIN)/python tests/fuzz/run_fuzz.py $(FUZZ)
+	@$(BIN)/python -m pytest tests/fuzz -m soak -s -o faulthandler_timeout=7200
 
 # Its own environment: SGLang pins versions of its own. Says so loudly, and ends well, where SGLang cannot be imported.
 sglang-cpu: $(STAMP) $(SGLANG_STAMP)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -53,16 +53,13 @@ FAR_RANK = 7
 class SocketTally:
     """What happened."""
 
-    seed: int
     frames: int = 0
     may_run: int = 0
     """Calls whose header is right, whatever their body: only these may reach a handler."""
-    raw: dict[str, int] = field(default_factory=dict)
     pings: int = 0
     slowest_s: float = 0.0
     before: State | None = None
     after: State | None = None
-    seconds: float = 0.0
 
 
 class Field:
@@ -180,21 +177,19 @@ class Insider:
 async def attack(num_frames: int, num_raw: int, seed: int) -> SocketTally:
     """Everything at once; returns what was seen."""
     rng = random.Random(seed)
-    tally = SocketTally(seed)
-    began = time.monotonic()
+    tally = SocketTally()
     async with battlefield() as ground:
         tally.before = await ground.witness.state()
         stop = asyncio.Event()
         good = asyncio.get_running_loop().create_task(_keep_calling(ground, stop, tally), name="good peer")
         try:
-            await _strangers(ground, num_raw, rng, tally)
+            await _strangers(ground, num_raw, rng)
             await _insiders(ground, num_frames, rng, tally)
         finally:
             stop.set()
             await good
         await asyncio.sleep(1.0)
         tally.after = await ground.witness.state()
-    tally.seconds = time.monotonic() - began
     return tally
 
 
@@ -207,7 +202,7 @@ async def _keep_calling(ground: Field, stop: asyncio.Event, tally: SocketTally) 
         await asyncio.sleep(0.01)
 
 
-async def _strangers(ground: Field, num_raw: int, rng: random.Random, tally: SocketTally) -> None:
+async def _strangers(ground: Field, num_raw: int, rng: random.Random) -> None:
     hostile = Attack(ground.host, ground.port, rng)
     silent = await asyncio.to_thread(hostile.silent, min(num_raw, 200))
     slow_until = time.monotonic() + min(8.0, num_raw / 20)
@@ -217,11 +212,8 @@ async def _strangers(ground: Field, num_raw: int, rng: random.Random, tally: Soc
 
     def once_each() -> None:
         for i in range(num_raw):
-            name = ONE_SHOT[i % len(ONE_SHOT)]
-            getattr(hostile, name)()
-            tally.raw[name] = tally.raw.get(name, 0) + 1
+            getattr(hostile, ONE_SHOT[i % len(ONE_SHOT)])()
         hostile.flood(num_raw * 5)
-        tally.raw["flood"] = num_raw * 5
 
     try:
         await asyncio.to_thread(once_each)

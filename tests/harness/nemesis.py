@@ -82,7 +82,8 @@ class Struck:
 
 @dataclass(frozen=True)
 class Plan:
-    """Strikes of a run, one after the other, each `rest_s` after the one before at the earliest."""
+    """Strikes of a run, one after the other, each `rest_s` after the one before, or after the end of a cut, at the
+    earliest."""
 
     strikes: tuple[str, ...]
     marks: str
@@ -117,7 +118,9 @@ class Nemesis:
         if number >= len(self._read):
             return
         at, actor, action, nth = self._read[number]
-        if at != point or (done and time.time() < done[-1].stat().st_mtime + self._plan.rest_s):
+        before = self._read[number - 1][2] if number else ""
+        rest_s = 1.2 * float(before.removeprefix("cut=")) if before.startswith("cut=") else self._plan.rest_s
+        if at != point or (done and time.time() < done[-1].stat().st_mtime + rest_s):
             return
         self._actor = self._actor or json.loads(Path(os.environ[SPEC]).read_bytes())["actor"]["name"]
         if not fnmatchcase(self._actor, actor):

@@ -28,8 +28,8 @@ REPRO = "python -m pytest tests/simulation -k"
 
 @pytest.mark.timeout(400)
 def test_messages_keep_their_promises() -> None:
-    """Calls between 2 to 4 nodes: 60 seeds."""
-    sweep(scenario, seeds(60, os.environ), repro=f"{REPRO} messages_keep")
+    """Calls between 2 to 4 nodes. Planted bugs, below, show within fewer seeds."""
+    sweep(scenario, seeds(30, os.environ), repro=f"{REPRO} messages_keep")
 
 
 @pytest.mark.soak
@@ -136,5 +136,5 @@ def test_the_example_of_the_readme_runs() -> None:
         r"```python\n(.*?)```", Path(__file__).with_name("README.md").read_text(encoding="utf-8"), re.S
     )
     names: dict[str, Any] = {}
-    exec(compile(code.replace("seeds(200", "seeds(10"), "README.md", "exec"), names)
+    exec(compile(code.replace("seeds(200", "seeds(4"), "README.md", "exec"), names)
     names["test_counter"]()

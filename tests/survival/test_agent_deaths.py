@@ -266,7 +266,7 @@ def replayed(run: Deaths) -> int:
 
 @pytest.mark.timeout(240)
 def test_programs_and_their_actor_are_killed(tmp_path: Path) -> None:
-    strikes = (*(f"{phase}.agent" for phase in PHASES), "stream.rollout", "between.rollout")
+    strikes = ("before.agent", "stream.agent", "stream.rollout", "between.rollout", "reward.agent")
     run = struck(tmp_path, "program", strikes)
     check(run, len(strikes))
     assert replayed(run) > 0

@@ -1,5 +1,5 @@
-"""The kill matrix: an actor of every kind fails at every labelled point of its life, by SIGKILL and by SIGSTOP, and
-the run ends by itself with every prompt trained exactly once, and nothing left over.
+"""The kill matrix: an actor of every kind fails at every labelled point of its life, by SIGKILL and by SIGSTOP, or has
+no network for a while, and the run ends by itself with every prompt trained exactly once, and nothing left over.
 
 `make test` puts the cells into two runs, one fault after the other (every point by SIGKILL; by SIGSTOP an actor of every
 kind, which its supervisor finds out and kills). `make soak` has a third of deltas, and gives every cell a run of its own.
@@ -53,17 +53,20 @@ def has_stepped(run_dir: Path) -> bool:
     return (run_dir / "metrics.jsonl").exists() and '"train/loss"' in (run_dir / "metrics.jsonl").read_text()
 
 
+CUTS = (
+    "buffer.put:cut=1:3", "rollout.put@rollout/1:cut=1", "coordinator.version_made:cut=1:2", "trainer.claim:cut=1",
+)  # fmt: skip
 RUNS = {
     "one rank": Cells(
-        ("rollout.partial:kill:3", "trainer.claim:kill:2", "coordinator.ready:kill:1", "trainer.checkpoint_write:kill:1",
+        (*CUTS, "rollout.partial:kill:3", "trainer.claim:kill:2", "coordinator.ready:kill:1", "trainer.checkpoint_write:kill:1",
          "rollout.prepare:kill:1", "trainer.manifest_commit:kill:1", "coordinator.adopt:kill:2",
          "coordinator.knobs_decided:kill:1", "trainer.publish:kill:2", "rollout.commit:kill:1",
          "coordinator.version_made:kill:2", "trainer.trained:kill:2", "rollout.reward:kill:3",
          "monitor.telemetry:kill:3", "rollout.put:kill:2"),
         (CHECKPOINTS,),
-        num_steps=42,
+        num_steps=48,
         reward_s=0.3,
-        beside=lambda job: turn_a_knob(job, after=7),
+        beside=lambda job: turn_a_knob(job, after=len(CUTS) + 7),
     ),
     "a gang": Cells(
         ("buffer.dispatch:kill:2", "buffer.put:kill:3", "trainer.forward@trainer/1:kill:2", "buffer.claim:kill:1",
@@ -103,6 +106,10 @@ def test_killed_and_stopped_one_after_the_other(name: str, tmp_path: Path):
     run = check(tmp_path, RUNS[name])
     if "coordinator.knobs_decided:kill:1" in RUNS[name].strikes:
         check_change(run)
+    if CUTS[0] in RUNS[name].strikes:
+        first_kill = run.strikes[len(CUTS)]
+        restarted = run.said("actor-restarted", "trainer-restarted", "trainer-goes-back")
+        assert all(event["wall_s"] > first_kill.wall_s for event in restarted), "a short partition costs no process"
 
 
 def check_change(run: ChaosRun) -> None:
@@ -129,6 +136,15 @@ SOAKED = [f"{point}:{action}:1" for point in POINTS for action in ("kill", "stop
 def test_cell(strike: str, tmp_path: Path):
     has_deltas = strike.startswith(("trainer.delta", "rollout.rebuild"))
     check(tmp_path, Cells((strike,), (GANG, CHECKPOINTS, *(DELTAS if has_deltas else ()))))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("point", ["rollout.put@rollout/1", "trainer.claim", "coordinator.version_made", "buffer.put"])
+def test_an_actor_that_is_away_for_long_is_replaced(tmp_path: Path, point: str):
+    """Its process lives on without a network; its launcher ends it."""
+    cells = Cells((f"{point}:cut=20:2",), (GANG, CHECKPOINTS, "rollout.max_groups=1"), num_steps=14, reward_s=0.8)
+    check(tmp_path, cells)
 
 
 @pytest.mark.soak

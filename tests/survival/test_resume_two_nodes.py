@@ -17,12 +17,13 @@ from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, events, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
 from tests.integration.device_sampler import Sampler
-from tests.survival.lives import BATCH, FLAGS, NUM_PROMPTS, check_each_once
+from tests.survival.lives import BATCH, FLAGS, check_each_once
 
 from myxa.launch.run_lineage.origin import RunOrigin
 
 pytestmark = pytest.mark.timeout(180)
 
+NUM_PROMPTS = 44
 CAPACITY_MIB = 9
 """Not enough for a rank and an engine at once."""
 SPREAD = (
@@ -111,7 +112,7 @@ def test_a_run_on_two_nodes_that_is_killed_as_a_whole_goes_on_on_two(nodes: TwoN
     ]
     with watched[0], watched[1]:
         assert nodes.wait() == [0, 0], nodes.said()
-    check_each_once(run_dir)
+    check_each_once(run_dir, NUM_PROMPTS)
     assert len(RunOrigin.load(run_dir).lives) == 2
     (told,) = [event["text"] for event in events(run_dir, "resumed")]
     assert "its own ledger" in told

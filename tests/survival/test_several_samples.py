@@ -43,7 +43,7 @@ def check_whole_rollouts(ledger: Path) -> int:
 def test_rollouts_of_several_samples_outlive_their_actor(tmp_path: Path) -> None:
     job, num_groups = make_job(tmp_path), 0
     process = job.start(
-        "run.num_steps=30", "roles.rollout.count=2", f'rollout.workflow="{EXAMPLE}:planner"', "rollout.max_turns=2",
+        "run.num_steps=10", "roles.rollout.count=2", f'rollout.workflow="{EXAMPLE}:planner"', "rollout.max_turns=2",
         "rollout.save_partials_s=0.2", 'reward.fn="exact"',
     )  # fmt: skip
     try:

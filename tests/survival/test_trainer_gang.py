@@ -60,7 +60,7 @@ def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_a_run_whose_folder
 ):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     knobs = ("trainer.checkpoint_every=1", "roles.buffer.max_restarts=1")
-    with gang_run(tmp_path, *knobs, patience_s=1.5, num_prompts=140) as run:
+    with gang_run(tmp_path, *knobs, patience_s=1.5, num_prompts=112) as run:
         run.until_version(3)
         run.check_sockets()
         os.kill(run.rank(0), signal.SIGSTOP)

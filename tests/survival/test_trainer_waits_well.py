@@ -32,17 +32,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("blocked_by", ["wait-data", "paused"])
-async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows(
-    model: Path, tmp_path: Path, blocked_by: str
-):
+async def test_a_checkpoint_beside_training_is_finished_although_no_step_follows(model: Path, tmp_path: Path):
     async with trainer_room(model, tmp_path, checkpoints={"checkpoint_every": 1, "async_save": True}) as room:
-        room.data.blocked_by = blocked_by
-        room.data.allow(1)
-        await until(lambda: bool(room.data.durables), "the checkpoint", timeout_s=HANG_S)
-        assert room.data.durables == [1]
-        assert (tmp_path / "checkpoints" / "version_00000001" / RUN_FILE).exists()
-        assert len(room.conductor.reports) == 1
+        for version, blocked_by in enumerate(("wait-data", "paused"), 1):
+            room.data.blocked_by = blocked_by
+            room.data.allow(version)
+            await until(lambda at=version: len(room.data.durables) >= at, "the checkpoint", timeout_s=HANG_S)
+            assert room.data.durables == list(range(1, version + 1))
+            assert (tmp_path / "checkpoints" / f"version_0000000{version}" / RUN_FILE).exists()
+            assert len(room.conductor.reports) == version
 
 
 async def five_claims(room: Room) -> None:

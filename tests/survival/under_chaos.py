@@ -60,7 +60,7 @@ def chaos_job(folder: Path, *, reward_s: float = 0.1) -> Job:
 
 
 def run_under(
-    job: Job, strikes: Sequence[str], *overrides: str, num_steps: int, rest_s: float = 0.0, timeout_s: float = 240,
+    job: Job, strikes: Sequence[str], *overrides: str, num_steps: int, timeout_s: float = 240,
     beside: Callable[[Job], None] = lambda _: None,
 ) -> ChaosRun:  # fmt: skip
     """A run to its own end, with these strikes one after the other; `num_steps` batches of data. `beside`: what
@@ -69,7 +69,7 @@ def run_under(
     words = job.words(
         *RUN, f'data.train="data/prompts.jsonl@[0:{num_prompts}]"', *overrides,
     )  # fmt: skip
-    plan = Plan(tuple(strikes), str(marks(job)), rest_s)
+    plan = Plan(tuple(strikes), str(marks(job)))
     launcher = Command(words, job.folder, has_session=True, env={**os.environ, **plan.variable()})
     try:
         beside(job)
