@@ -38,7 +38,7 @@ from ..models.model_config import MTP_FAMILIES, ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
-from .megatron.families import HEAD, MTP, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
+from .megatron.families import EMBEDDING, HEAD, MTP, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
 from .rank_backend import named_arrays, sent_type, written_config
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
@@ -67,12 +67,19 @@ def convert(
         check_facts(path, manifest.lora, {**manifest.lora, "base": base})
     read = _read_adapters(path, manifest) if adapter else _read(path, manifest, config, Path(model))
     weights = {name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]])) for name, tensor in read}
+    head = weights.pop(HEAD, None) if config.tie_word_embeddings else None
+    if head is not None and not torch.equal(head, weights[EMBEDDING]):
+        raise TrainError(
+            f"{path}: {HEAD} differs from the embedding, but tie_word_embeddings is true in config.json of {model}",
+            remedy="name a copy of that folder with --model, in whose config.json it is false",
+        )
     names = sorted(weights) if adapter else list(config.tensor_shapes())
     if missing := next((name for name in names if name not in weights), ""):
-        raise TrainError(
-            f'{path} holds no {missing}: with trainer.impl = "hf" weights keep the names that transformers gives them',
-            remedy="resume the run from it with trainer.export_at_end = true, or name its model with --model",
-        )
+        reason = ': with trainer.impl = "hf" weights keep the names that transformers gives them'
+        remedy = "resume the run from it with trainer.export_at_end = true, or name its model with --model"
+        if manifest.backend == "megatron":
+            reason, remedy = "", "name the folder of the model that was trained with --model"
+        raise TrainError(f"{path} holds no {missing}{reason}", remedy=remedy)
     tensors = named_arrays((file_name(name) if adapter else name, weights[name]) for name in names)
     name = tensors[0].spec.dtype
     try:
@@ -225,7 +232,8 @@ _AFTER_NEXT = re.compile(r"after_next\.(transformer_layer\.)?")
 def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
     Raises TrainError naming the parameter that is missing or that no rule knows."""
-    shapes, family = config.tensor_shapes(), family_of(config.model_type)
+    shapes, family = dict(config.tensor_shapes()), family_of(config.model_type)
+    shapes.setdefault(HEAD, shapes[EMBEDDING])  # where the embedding is the head, but was not in training
     prefixes = ("embedding.", "decoder.", "output_layer.", *(("after_next.",) if config.has_mtp else ()))
 
     def rule_of(key: str) -> tuple[re.Match[str] | None, Rule]:
@@ -235,9 +243,7 @@ def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str,
         )
 
     def is_weight(key: str) -> bool:
-        if not key.startswith(prefixes) or key.endswith(COUNTERS):
-            return False
-        return not (rule_of(key)[1].names == (HEAD,) and config.tie_word_embeddings)
+        return key.startswith(prefixes) and not key.endswith(COUNTERS)
 
     for key, tensor_of_all in _read_shards(ShardReader(folder), is_weight):
         match, rule = rule_of(key)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.backends.test_megatron_model import make_folder
 from tests.harness.ports import held_port
 
@@ -22,6 +22,7 @@ from myxa.launch.cli import main
 pytestmark = pytest.mark.timeout(150)
 MODELS = ("moe-mixed", "deepseek", "moonlight")
 RANK = Path(__file__).with_name("megatron_foreign.py")
+TIED = {"tie_word_embeddings": True}
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +62,24 @@ def test_what_is_of_another_model_or_format_is_refused_by_name(written: Path, tm
     with pytest.raises(TrainError, match=r"linear_proj.weight of \[32, 40\] does not make weights of \[\[32, 64\]\]"):
         convert(written / "out" / "deepseek", written / "moe-mixed", tmp_path / "hf")
     with pytest.raises(TrainError, match=r"does not make weights of"):
-        convert(written / "out" / "deepseek", smaller(written / "deepseek", tmp_path), tmp_path / "hf")
+        small = with_config(written / "deepseek", tmp_path / "smaller", {"num_hidden_layers": 3})
+        convert(written / "out" / "deepseek", small, tmp_path / "hf")
+    with pytest.raises(TrainError, match=r"lm_head.weight differs from the embedding, but tie_word_embeddings is true"):
+        convert(
+            written / "out" / "deepseek", with_config(written / "deepseek", tmp_path / "tied", TIED), tmp_path / "hf"
+        )
     (tmp_path / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(TrainError, match="no checkpoint in Megatron's torch_dist format"):
         convert(tmp_path / "iter_0000007", written / "deepseek", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
-def smaller(folder: Path, place: Path) -> Path:
-    """The same model with fewer layers, by its word."""
-    shutil.copytree(folder, place / "smaller")
+def with_config(folder: Path, copy: Path, changes: dict[str, Any]) -> Path:
+    """Its configuration, changed, without weights."""
+    copy.mkdir()
     config = json.loads((folder / "config.json").read_text())
-    (place / "smaller" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    save_file({}, place / "smaller" / "model.safetensors")
-    return place / "smaller"
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    return copy
 
 
 class Hostile:
