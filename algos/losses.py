@@ -195,28 +195,21 @@ def opsm_keep(live_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, segment
     return ~((advantages_T < 0) & (segments.spread_T(drift_S) > delta))
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """Per token."""
+def value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
+    """Loss, and where the bound decides it and the token has no gradient, [T] each.
 
-    loss_T: Tensor
-    """float [T], differentiable."""
-    is_clipped_T: Tensor
-    """bool [T]: the bound decides, and the token has no gradient."""
-
-
-def value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor, value_clip: float) -> ValueLoss:
-    """max((V - G)^2, (old + clamp(V - old, -c, c) - G)^2) per token, float [T] each; `value_clip` c = 0: (V - G)^2. The
-    square of PPO's objective (arXiv 1707.06347, eq. 9) with the bound of its authors' implementation: what would go
-    further than c from the value before the update, towards the return or past it, is not pulled any more."""
+    max((V - G)^2, (old + clamp(V - old, -c, c) - G)^2); `value_clip` c = 0: (V - G)^2. The square of PPO's objective
+    (arXiv 1707.06347, eq. 9) with the bound of its authors' implementation: what would go further than c from the value
+    before the update, towards the return or past it, is not pulled any more.
+    """
     plain_T = (values_T - returns_T).square()
     if value_clip == 0:
-        return ValueLoss(plain_T, torch.zeros_like(plain_T, dtype=torch.bool))
+        return plain_T, torch.zeros_like(plain_T, dtype=torch.bool)
     moved_T = (values_T - old_T).detach()
     is_beyond_T = moved_T.abs() > value_clip
     at_bound_T = (old_T + moved_T.clamp(-value_clip, value_clip) - returns_T).square()
     is_clipped_T = is_beyond_T & (at_bound_T > plain_T.detach())
-    return ValueLoss(torch.where(is_clipped_T, at_bound_T, plain_T), is_clipped_T)
+    return torch.where(is_clipped_T, at_bound_T, plain_T), is_clipped_T
 
 
 def value_sums(values_T: Tensor, returns_T: Tensor) -> dict[str, Tensor]:

@@ -326,7 +326,7 @@ def _mis(view: LossTokens, log_q_T: Tensor, config: AlgoConfig, mean_weight: flo
     removed_by: dict[str, Tensor] = {}
     if config.reject_high:
         judged_T = ratios.log_weight(view.train_T, view.behaviour_T, view.segments, config.reject_level)
-        removed_by["rejected"] = ~ratios.rejection(judged_T, config.reject_low, config.reject_high)
+        removed_by["rejected"] = ratios.outside(torch.exp(judged_T), config.reject_low, config.reject_high)
     if config.veto:
         removed_by["vetoed"] = ~ratios.veto(view.train_T, view.behaviour_T, view.segments, config.veto)
     for removed_T in removed_by.values():

@@ -168,7 +168,7 @@ def tis_weights(log_q_T: Tensor, cap: float, floor: float = 0.0) -> TokenWeights
 def icepop_weights(log_q_T: Tensor, low: float, high: float) -> TokenWeights:
     """Zero weight (so zero gradient) outside [low, high]; the token stays in the other terms."""
     q_T = torch.exp(log_q_T)
-    outside_T = _outside(q_T, low, high)
+    outside_T = outside(q_T, low, high)
     return TokenWeights(q_T.masked_fill(outside_T, 0), torch.ones_like(outside_T), outside_T)
 
 
@@ -178,15 +178,10 @@ def mis_weights(log_q_T: Tensor, mode: Mode, low: float, high: float) -> TokenWe
     whole_T = torch.ones_like(w_T, dtype=torch.bool)
     if mode == "truncate":
         return TokenWeights(w_T.clamp(max=high), whole_T, w_T > high)
-    outside_T = _outside(w_T, low, high)
+    outside_T = outside(w_T, low, high)
     if mode == "clip":
         return TokenWeights(w_T.clamp(low, high), whole_T, outside_T)
     return TokenWeights(w_T, ~outside_T, outside_T)
-
-
-def rejection(log_q_T: Tensor, low: float, high: float) -> Tensor:
-    """Bool [T]: True where the (token's or sample's) weight lies inside [low, high] and stays."""
-    return ~_outside(torch.exp(log_q_T), low, high)
 
 
 def veto(train_T: Tensor, behaviour_T: Tensor, segments: Segments, threshold: float) -> Tensor:
@@ -213,5 +208,6 @@ def normalise(weights: TokenWeights, mean: float | Tensor) -> TokenWeights:
     return replace(weights, weight_T=weights.weight_T / safe_0)
 
 
-def _outside(x_T: Tensor, low: float, high: float) -> Tensor:
+def outside(x_T: Tensor, low: float, high: float) -> Tensor:
+    """Bool [T]."""
     return (x_T < low) | (x_T > high)

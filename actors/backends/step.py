@@ -86,8 +86,8 @@ class Stepper:
             if micros:  # fewer groups than mini-batches: the last ones are empty on every rank
                 problem = self._update(step, number, micros)
                 if problem is not None:
-                    for model in self._models:
-                        model.forget_gradients()
+                    for model in [self.policy] if self.critic is None else [self.policy, self.critic.model]:
+                        model.optimizer.forget_gradients()
                     raise self.policy.world.agreed(problem)
         version, period = shard.step + 1, settings.algo.ref_update_every
         if self.reference is not None and period and version % period == 0:
@@ -106,10 +106,6 @@ class Stepper:
                 step.policy_loss(micro, micro_scores, normalisers, step.tally, is_first=False)
             step.num_updates += 1
         return self._metrics(step, minibatches, started_s)
-
-    @property
-    def _models(self) -> list[TrainedModel]:
-        return [self.policy] if self.critic is None else [self.policy, self.critic.model]
 
     def _score_before(self, step: TrainingStep, minibatches: Sequence[Micros]) -> None:
         """Fill in proximal and reference log-probs, values, and the advantages of every token, and what is known of

@@ -172,7 +172,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
     minibatches = [[samples[i] for rank in plan for micro in rank[m] for i in micro] for m in range(len(plan[0]))]
     denominators = [_denominators(minibatch, "algo") for minibatch in minibatches]
     parts: list[LossPart] = [part for part in ("sft", "distill") if any(sample.loss == part for sample in samples)]
-    whole = TrainShard(
+    common = TrainShard(
         step=step,
         samples=(),
         minibatches=(),
@@ -182,7 +182,7 @@ def plan_step(step: int, groups: Sequence[Group], options: StepPlanOptions) -> t
             {part: _denominators(minibatch, part) for part in parts} for minibatch in minibatches if parts
         ),
     )
-    return tuple(_shard(whole, rank, samples) for rank in plan)
+    return tuple(_shard(common, rank, samples) for rank in plan)
 
 
 def _planned(samples: Sequence[TrainSample], options: StepPlanOptions) -> list[RankPlan]:
@@ -323,13 +323,13 @@ def _train_sample(group: Group, i: int, advantage: float | F32, options: StepPla
 
 
 def _shard(
-    whole: TrainShard, rank_plan: Sequence[Sequence[Sequence[int]]], samples: Sequence[TrainSample]
+    common: TrainShard, rank_plan: Sequence[Sequence[Sequence[int]]], samples: Sequence[TrainSample]
 ) -> TrainShard:
     """Renumber one rank's part of the plan to indexes into its own samples."""
     indexes = [i for minibatch in rank_plan for micro in minibatch for i in micro]
     local = {i: k for k, i in enumerate(indexes)}
     return msgspec.structs.replace(
-        whole,
+        common,
         samples=tuple(samples[i] for i in indexes),
         minibatches=tuple(tuple(tuple(local[i] for i in micro) for micro in minibatch) for minibatch in rank_plan),
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ...actors.backends.megatron.layout import ParallelLayout, rank_parameters, stages_of
+from ...actors.backends.megatron.layout import ParallelLayout, optimizer_bytes, rank_parameters, stages_of
 from ...actors.models.adapters import num_adapted
 from ...actors.models.hf_folder import critic_parameters
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
@@ -186,13 +186,12 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
 def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> list[Part]:
     settings, layout, dtype = config.megatron, trainer_layout(config), config.trainer.dtype
     item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout, settings.model)
-    num, is_shared = dense + expert, settings.distributed_optimizer
-    dp = layout.replicas(world_size)[0] if is_shared else 1
+    num = dense + expert
+    dp = layout.replicas(world_size)[0] if settings.distributed_optimizer else 1
     state, words = (12, "masters and moments") if item == 2 else (8, "moments")
     adapters = -(-_adapted(config, model) // layout.pp)  # about half of each adapter is on all of its ranks
-    trained, of_experts = (adapters, 0) if adapters else (dense, expert)
-    updated = layout.updated_parameters(trained, of_experts, world_size) if is_shared else trained + of_experts
-    optimizer = int(state * (1.0 - settings.offload_optimizer) * updated)
+    trained = (adapters, 0) if adapters else (dense, expert)
+    optimizer = int((1.0 - settings.offload_optimizer) * sum(optimizer_bytes(settings, item, *trained, world_size)))
     cut = f" / {dp} replicas" if dp > 1 else ""
     return [
         _of_each("weights", item, num, " ".join(filter(None, (dtype, _frozen(config))))),

@@ -12,6 +12,7 @@ from tests.algos.conftest import options
 
 from myxa.algos.objective import (
     Normaliser,
+    mismatch_sums,
     needs_proximal,
     objective_config,
     policy_objective,
@@ -176,6 +177,21 @@ def test_metrics_carry_no_graph(draw):
     assert not any(value.requires_grad for value in (*result.sums.values(), *result.parts.values()))
 
 
+def test_sums_of_the_mismatch_are_those_of_a_loop():
+    train, behaviour = [-1.0, -0.5, -2.0, -0.3, -4.0, -1.5], [-0.9, -0.6, -2.2, 0.0, -3.5, -1.4]
+    ratios = [math.exp(t) / math.exp(b) for t, b in zip(train, behaviour, strict=True)]
+    gaps = [t - b for t, b in zip(train, behaviour, strict=True)]
+    rows = (torch.tensor(row, dtype=torch.float64) for row in (train, behaviour))
+    assert {name: float(value) for name, value in mismatch_sums(*rows).items()} == pytest.approx(
+        {
+            "mismatch_diff_abs": sum(map(abs, gaps)),
+            "mismatch_k1": -sum(gaps),
+            "mismatch_k3": sum(q - 1 - x for q, x in zip(ratios, gaps, strict=True)),
+            "mismatch_chi2": sum(q**2 - 1 for q in ratios),
+        }
+    )
+
+
 def test_reported_metrics_are_token_means_by_definition(draw):
     some = draw(78)
     result, _ = run(some, options(correction="behaviour"))
@@ -201,12 +217,6 @@ def test_auto_correction_depends_on_the_number_of_minibatches():
     assert options(minibatches=4).correction == "decoupled"
     assert objective_config(AlgoConfig(), 7).minibatches == 7
     assert options(kind="sft", minibatches=4).correction == "none"
-
-
-def test_loss_of_each_kind():
-    for kind, loss in {"grpo": "ppo", "gspo": "gspo", "cispo": "cispo", "sft": "sft", "rloo": "ppo"}.items():
-        assert options(kind=kind).loss == loss
-    assert options(kind="grpo", loss="reinforce").loss == "reinforce"
 
 
 def test_what_the_trainer_must_compute():

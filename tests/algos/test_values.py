@@ -18,8 +18,8 @@ def draw(seed: int, num: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def test_the_loss_and_its_gradient_are_those_of_a_loop(clip: float) -> None:
     values, old, returns = draw(1)
     values.requires_grad_()
-    found = value_loss(values, old, returns, clip)
-    found.loss_T.sum().backward()
+    losses, clipped = value_loss(values, old, returns, clip)
+    losses.sum().backward()
     assert values.grad is not None
     for i in range(len(values)):
         v, o, g = (float(row.detach()[i]) for row in (values, old, returns))
@@ -29,10 +29,10 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop(clip: float) -> None:
             bounded = (o + min(max(v - o, -clip), clip) - g) ** 2
             if bounded > plain:
                 loss, gradient, is_clipped = bounded, 0.0, True
-        assert float(found.loss_T.detach()[i]) == pytest.approx(loss, abs=1e-12)
-        assert bool(found.is_clipped_T[i]) == is_clipped
+        assert float(losses.detach()[i]) == pytest.approx(loss, abs=1e-12)
+        assert bool(clipped[i]) == is_clipped
         assert float(values.grad[i]) == pytest.approx(gradient, abs=1e-12)
-    assert bool(found.is_clipped_T.any()) == bool(clip)
+    assert bool(clipped.any()) == bool(clip)
 
 
 def test_the_variance_that_is_explained_is_numpys_and_adds_up_over_parts() -> None:

@@ -183,9 +183,9 @@ def test_a_checkpoint_without_a_critic_or_with_one_too_many_is_refused_and_chang
         one.train(shard, {})
         save(one, str(tmp_path / name), {})
     before = critic_of(backend), weights_of(backend)
-    with pytest.raises(TrainError, match=r"is of a run without a critic -- set critic.enabled = false"):
+    with pytest.raises(TrainError, match=r"is of a run without a critic, this run is not -- set \[critic\] as"):
         backend.load(str(tmp_path / "without"))
-    with pytest.raises(TrainError, match=r"is of a run with a critic, and here is none"):
+    with pytest.raises(TrainError, match=r"is of a run with a critic, this run is not"):
         bare.load(str(tmp_path / "with"))
     assert same(critic_of(backend), before[0])
     assert same(weights_of(backend), before[1])

@@ -60,21 +60,6 @@ def config_of(model_type: str = "qwen3", **changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("layout", "key"),
-    [
-        ({"tp": 0}, "megatron.tp = 0"),
-        ({"cp": True}, "megatron.cp = true"),
-        ({"pp": 1.0}, "megatron.pp = 1.0"),
-        ({"vpp": 2}, "megatron.vpp = 2"),
-        ({"sequence_parallel": True}, "megatron.sequence_parallel = true"),
-    ],
-)
-def test_layouts_that_mean_nothing(layout: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        ParallelLayout(**layout)
-
-
-@pytest.mark.parametrize(
     ("layout", "model_type", "text"),
     [
         ({"tp": 5}, "qwen3", "megatron.tp = 5: does not divide the model's num_attention_heads = 12"),

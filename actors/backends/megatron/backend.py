@@ -39,7 +39,7 @@ from .checkpoint import MegatronTrainingState
 from .hf_weights import iter_hf_tensors, load_hf_folder
 from .layout import ParallelLayout, check_routing
 from .offload import MegatronOffload, Part
-from .optimizer import MegatronOptimizer, Precision, wrap_chunks
+from .optimizer import MegatronOptimizer, wrap_chunks
 from .provider import build_model_chunks, model_fields
 from .schedule import MegatronPolicy, Pipeline, RoutingReplay
 from .verbatim import check_packages, check_table
@@ -82,29 +82,31 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         check_second_model("algo.ref_path", config.algo.ref_path, trunk)
         if config.megatron.routing_replay:
             check_routing(model.num_experts, config.megatron)
-        precision = Precision(DTYPE_OF[config.trainer.dtype], self._device())
+        device = self._device()
         _check_tables(config.megatron)
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        world = MegatronWorld.enter(config.gang, precision.device, config.layout, config.seed)
+        world = MegatronWorld.enter(config.gang, device, config.layout, config.seed)
         try:
             with world.phase("set up"):
                 agree_on_source(world, user)
                 if home is not None:
-                    home.begin(precision.device.index or 0)
+                    home.begin(device.index or 0)
                 with self._region("chunks"):
-                    chunks = self._chunks(model, precision, config.model_path)
+                    chunks = self._chunks(model, config.model_path)
                 adapters = MegatronAdapters(config.lora, config.seed, chunks, model) if config.lora.rank else None
                 with self._region("buffers"):
                     wrapped = wrap_chunks(chunks, config.megatron)
                 if home is not None:
                     home.move_grads(wrapped)
                 with self._region("masters"):
-                    optimizer = MegatronOptimizer(wrapped, config.optimizer, config.megatron, precision)
+                    optimizer = MegatronOptimizer(
+                        wrapped, config.optimizer, config.megatron, DTYPE_OF[config.trainer.dtype], device
+                    )
                 with self._region("moments"):
                     optimizer.make_moments()
                 keeps_reference = config.algo.keeps_reference and (adapters is None or bool(config.algo.ref_path))
-                reference = self._reference(trunk, precision) if keeps_reference else None
+                reference = self._reference(trunk) if keeps_reference else None
                 if home is not None:
                     home.built(optimizer, lambda is_mapped: bool(world.gather(torch.tensor([is_mapped])).any()))
                     optimizer.before_update, optimizer.after_update = home.arrived, home.written
@@ -180,20 +182,16 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
         avoid_plans()
         return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
-    def _chunks(self, model: ModelConfig, precision: Precision, folder: str) -> list[nn.Module]:
+    def _chunks(self, model: ModelConfig, folder: str) -> list[nn.Module]:
         config = self._config
-        chunks = build_model_chunks(
-            model,
-            config.layout,
-            precision.params,
-            model_fields(config.megatron),
-        )
+        dtype = DTYPE_OF[config.trainer.dtype]
+        chunks = build_model_chunks(model, config.layout, dtype, model_fields(config.megatron))
         load_hf_folder(chunks, folder, model)
         return chunks
 
-    def _reference(self, model: ModelConfig, precision: Precision) -> ReferenceModel[Pipeline]:
+    def _reference(self, model: ModelConfig) -> ReferenceModel[Pipeline]:
         with self._region("reference"):
-            chunks = self._chunks(model, precision, self._config.reference_path)
+            chunks = self._chunks(model, self._config.reference_path)
         for chunk in chunks:
             chunk.requires_grad_(requires_grad=False)
         pipeline = Pipeline(chunks, model.vocab_size)

@@ -18,7 +18,6 @@ from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError
 from ...models.model_config import ModelConfig
 
-MAX_DEGREE = 1 << 16
 MAX_SHOWN = 64
 BY_TEXT = "pipeline_model_parallel_layout"
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -40,16 +39,6 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "sequence_parallel" and (type(value) is not int or not 1 <= value <= MAX_DEGREE):
-                raise _wrong(field.name, value, "must be a whole number of at least 1", "1 switches it off")
-        if self.vpp > 1 and self.pp == 1:
-            raise _wrong("vpp", self.vpp, "needs a pipeline, and pp is 1", "set megatron.pp, or leave vpp at 1")
-        if self.sequence_parallel and self.tp == 1:
-            raise _wrong("sequence_parallel", True, "needs tensor parallelism, and tp is 1", "set megatron.tp")
 
     @classmethod
     def of(cls, settings: MegatronSettings) -> ParallelLayout:
@@ -83,11 +72,6 @@ class ParallelLayout:
         """Ranks that share the optimizer of a dense parameter, and of one of an expert: with a distributed optimizer
         each holds the state of its part."""
         return max(1, world_size // self.model_size) * self.cp, max(1, world_size // self.expert_size)
-
-    def updated_parameters(self, dense: int, expert: int, world_size: int) -> float:
-        """Of a rank's parameters, how many a distributed optimizer updates on that rank."""
-        of_dense, of_expert = self.replicas(world_size)
-        return dense / of_dense + expert / of_expert
 
     def dp_rank_of(self, rank: int, world_size: int) -> int:
         """Which replica a rank belongs to: its ranks train the same samples. megatron-core numbers ranks with tensor
@@ -191,6 +175,18 @@ def check_routing(num_experts: int, megatron: MegatronSettings) -> None:
             f'megatron.{key} = "{recompute}" would choose experts a second time, against megatron.routing_replay',
             remedy='set megatron.recompute = "none", or leave routing_replay out',
         )
+
+
+def optimizer_bytes(
+    settings: MegatronSettings, item_bytes: int, dense: int, expert: int, world_size: int
+) -> tuple[int, int]:
+    """What a rank with so many parameters of `item_bytes` each holds of float32 masters, where there are such, and of
+    moments."""
+    dense_replicas, expert_replicas = ParallelLayout.of(settings).replicas(world_size)
+    updated = dense + expert
+    if settings.distributed_optimizer:
+        updated = int(dense / dense_replicas + expert / expert_replicas)
+    return 4 * updated if item_bytes == 2 else 0, 8 * updated
 
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

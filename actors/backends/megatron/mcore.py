@@ -34,13 +34,17 @@ def module(name: str) -> Any:
 
 
 @contextmanager
-def refusals_named(tables: str) -> Generator[None]:
+def refusals_named(
+    remedy: str,
+    cause: str = "megatron-core refuses the configuration",
+    kinds: tuple[type[Exception], ...] = (ValueError, AssertionError, TypeError, ImportError),
+) -> Generator[None]:
     """megatron-core checks its settings by assertions and other errors, some only while it builds. Raises ConfigError
-    in their place; `tables`: of the run file, where the cause is."""
+    in their place."""
     try:
         yield
-    except (ValueError, AssertionError, TypeError, ImportError) as err:
-        raise ConfigError(f"megatron-core refuses the configuration: {err}", remedy=f"mend {tables}") from err
+    except kinds as err:
+        raise ConfigError(f"{cause}: {err or type(err).__name__}", remedy=remedy) from err
 
 
 parallel_state = module("parallel_state")

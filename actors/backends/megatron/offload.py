@@ -22,16 +22,13 @@ from ....core.config import TrainerConfig
 from ....core.config.learning import MegatronSettings
 from ....core.device_memory import OPTIMIZER_PARTS, Tag, TagPolicy
 from ....core.errors import ConfigError
-from ...models.model_config import ModelConfig
+from ...models.model_config import ITEM_BYTES, ModelConfig
 from ..offload import RankOffload
-from .layout import ParallelLayout, rank_parameters
+from .layout import ParallelLayout, optimizer_bytes, rank_parameters
 
 if TYPE_CHECKING:
     from ....memory.arenas.cuda_memory import CudaMemory
     from .optimizer import MegatronOptimizer
-
-MASTER_BYTES, MOMENT_BYTES = 4, 8
-
 
 Part = Literal["chunks", "buffers", "masters", "moments", "reference"]
 
@@ -135,17 +132,14 @@ def planned(
     model: ModelConfig, settings: MegatronSettings, trainer: TrainerConfig, world_size: int, *, has_reference: bool
 ) -> dict[Tag, tuple[int, TagPolicy]]:
     """What a rank of the fullest stage will hold."""
-    layout = ParallelLayout.of(settings)
-    dense, expert = rank_parameters(model, layout, settings.model)
-    num = dense + expert
-    updated = int(layout.updated_parameters(dense, expert, world_size)) if settings.distributed_optimizer else num
-    is_bf16 = trainer.dtype == "bfloat16"
-    item = 2 if is_bf16 else 4
+    dense, expert = rank_parameters(model, ParallelLayout.of(settings), settings.model)
+    num, item = dense + expert, ITEM_BYTES[trainer.dtype]
+    masters, moments = optimizer_bytes(settings, item, dense, expert, world_size)
     plan: dict[Tag, tuple[int, TagPolicy]] = {
         "params": (item * num, "backup"),
         "grads": (4 * num, "discard"),
-        "masters": (MASTER_BYTES * updated if is_bf16 else 0, "backup"),
-        "optimizer": (MOMENT_BYTES * updated, "backup"),
+        "masters": (masters, "backup"),
+        "optimizer": (moments, "backup"),
         "frozen": (item * num if has_reference else 0, "backup"),
     }
     return {tag: (size, policy) for tag, (size, policy) in plan.items() if size}

@@ -10,9 +10,7 @@ vectors) are Megatron's, applied here because its own scheduler, which is not us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,16 +18,7 @@ from torch import Tensor, nn
 
 from ....core.config import OptimizerConfig
 from ....core.config.learning import MegatronSettings
-from ....core.errors import ConfigError
 from . import mcore
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Number types."""
-
-    params: torch.dtype
-    device: torch.device
 
 
 def _one_norm(_: int, __: Any, lists: Sequence[Sequence[Tensor]], ___: bool) -> tuple[Tensor, None]:
@@ -84,6 +73,14 @@ def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list
     return wrapped
 
 
+MUON = (
+    "install megatron-core 0.19 and emerging-optimizers 0.3 in the trainer's environment (Python 3.12)",
+    'optimizer.name = "muon"',
+    (Exception,),
+)
+"""How what Megatron raises when it has no Muon is told: 0.16 raises Exception itself."""
+
+
 class MegatronOptimizer:
     """AdamW (the torch backend's formula and rules of decay), or Muon, on this rank's part of every parameter."""
 
@@ -92,16 +89,19 @@ class MegatronOptimizer:
         chunks: Sequence[nn.Module],
         config: OptimizerConfig,
         settings: MegatronSettings,
-        precision: Precision,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`dtype`: of the parameters."""
         _one_kernel_for_all()
         self.chunks = list(chunks)
         self.before_update: Callable[[], None] = _nothing
         self.after_update: Callable[[], None] = _nothing
         self.num_updates = 0
         self._overlaps_gather = bool(cast(Any, self.chunks[0]).ddp_config.overlap_param_gather)
+        is_muon = config.name == "muon"
         fields = {
-            "optimizer": "muon" if config.name == "muon" else "adam",
+            "optimizer": "muon" if is_muon else "adam",
             "lr": config.lr,
             "weight_decay": config.weight_decay,
             "adam_beta1": config.betas[0],
@@ -110,18 +110,17 @@ class MegatronOptimizer:
             "clip_grad": config.max_grad_norm,
             "use_distributed_optimizer": settings.distributed_optimizer,
             "overlap_param_gather": self._overlaps_gather,
-            "bf16": precision.params is torch.bfloat16,
-            "params_dtype": precision.params,
-            **(_offload(settings, precision) if settings.offload_optimizer else {}),
+            "bf16": dtype is torch.bfloat16,
+            "params_dtype": dtype,
+            **(_offload(settings, device) if settings.offload_optimizer else {}),
             **settings.optimizer,
         }
-        named = _muon_errors() if config.name == "muon" else mcore.refusals_named("[megatron.optimizer]")
-        with named:
+        with mcore.refusals_named(*MUON) if is_muon else mcore.refusals_named("mend [megatron.optimizer]"):
             options = mcore.module("optimizer").OptimizerConfig(**fields)
             self.megatron = mcore.module("optimizer").get_megatron_optimizer(
                 config=options, model_chunks=self.chunks, use_gloo_process_groups=False
             )
-        self._device = precision.device
+        self._device = device
 
     def make_moments(self) -> None:
         for inner in self.torch_optimizers():
@@ -176,20 +175,8 @@ class MegatronOptimizer:
 def _nothing() -> None: ...
 
 
-@contextmanager
-def _muon_errors() -> Generator[None]:
-    """Raises ConfigError in place of what Megatron raises when it has no Muon."""
-    try:
-        yield
-    except Exception as err:  # 0.16 raises Exception itself
-        raise ConfigError(
-            f'optimizer.name = "muon": {err or type(err).__name__}',
-            remedy="install megatron-core 0.19 and emerging-optimizers 0.3 in the trainer's environment (Python 3.12)",
-        ) from err
-
-
-def _offload(settings: MegatronSettings, precision: Precision) -> dict[str, Any]:
-    is_cuda = precision.device.type == "cuda"
+def _offload(settings: MegatronSettings, device: torch.device) -> dict[str, Any]:
+    is_cuda = device.type == "cuda"
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": settings.offload_optimizer,

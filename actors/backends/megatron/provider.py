@@ -36,7 +36,7 @@ from .attention import HeadNorm, LatentAttention, MegatronRMSNorm, PackedSelfAtt
 from .layout import ParallelLayout
 from .verbatim import check_table
 
-TABLES = "[megatron] or [megatron.model]"
+REMEDY = "mend [megatron] or [megatron.model]"
 
 
 def model_fields(settings: MegatronSettings) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def transformer_config(
     if config.num_experts:
         options |= _expert_fields(config)
     options |= overrides
-    with mcore.refusals_named(TABLES):
+    with mcore.refusals_named(REMEDY):
         return settings_type(**options)
 
 
@@ -85,7 +85,7 @@ def build_model_chunks(
     chunks: list[nn.Module] = []
     for number in range(layout.vpp):
         stage = number if layout.vpp > 1 else None
-        with mcore.refusals_named(TABLES):
+        with mcore.refusals_named(REMEDY):
             chunk = _chunk(config, layout, settings, stage).to(mcore.default_device())
         if precision != torch.float32:
             chunk = mcore.module("transformer.module").Float16Module(settings, chunk)

@@ -91,13 +91,11 @@ def check_packages(tables: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ConfigError for a field of these tables that needs a package which is not installed: megatron-core finds
     out in the middle of set-up, or of the first step."""
     for name, table in tables.items():
-        fields = {field: f"megatron.{name}.{field}" for field, value in table.items() if value}
-        fields |= {part: f"megatron.{name}.recompute_modules: {part}" for part in table.get("recompute_modules") or ()}
+        used = {field for field, value in table.items() if value}.union(table.get("recompute_modules") or ())
         for package, dependent in NEEDED.items():
-            place = next((fields[field] for field in dependent if field in fields), "")
-            if place and find_spec(package) is None:
+            if (needy := used.intersection(dependent)) and find_spec(package) is None:
                 raise ConfigError(
-                    f"{place}: needs {package}, which is not installed here",
+                    f"megatron.{name}: {min(needy)} needs {package}, which is not installed here",
                     remedy="install it in the trainer's environment, or leave this out",
                 )
 

@@ -49,6 +49,7 @@ from ....core.config import AlgoConfig, OptimizerConfig
 from ....core.errors import ConfigError, TrainError, UserCodeError
 from ....core.samples import LossPart, Sample, TrainShard
 from ...trainer.knobs import STEP_TUNABLES
+from ...trainer.step_plan import REMEDY as MEND
 from ...user_code.functions import LOSS_FN, WEIGHT_FN, UserFunction, load_function, source_digest, what_was_raised
 from ..vocab_scores import TokenScores
 from .layout import MicroBatch, batch_of, check_samples, to_score, trained_members
@@ -197,9 +198,6 @@ class TrainedModel(ABC):
     def num_updates(self) -> int:
         return self.optimizer.num_updates
 
-    def forget_gradients(self) -> None:
-        self.optimizer.forget_gradients()
-
     def cut(self, shard: TrainShard, *, skips_neutral: bool) -> list[list[MicroBatch[Any]]]:
         """[minibatch][micro-batch], without samples of advantage 0 if `skips_neutral`. Raises TrainError for a sample
         that contradicts itself."""
@@ -274,7 +272,7 @@ class Learner:
             losses.append(loss.detach())
             return loss
 
-        self.model.forget_gradients()
+        self.model.optimizer.forget_gradients()
         layouts = [micro.layout for micro in micros]
         if self.is_held:
             with torch.no_grad():
@@ -598,9 +596,6 @@ def accusation(world: World, quantity: str, place: str, micro: int, group_ids: S
     if not clauses:
         return None
     return TrainError(f"{place}: the {quantity} is not a finite number in {'; '.join(clauses)}", remedy=REMEDY)
-
-
-MEND = "mend the function; docs/algorithms.md says what it gets and returns"
 
 
 Loaded = Mapping[str, UserFunction]

@@ -55,7 +55,11 @@ class TorchState(TrainingState):
 
     def check(self, path: Path, manifest: Manifest) -> None:
         check_model(path, manifest, self.model, "torch")
-        check_critic(path, manifest, self.critic)
+        if bool(manifest.critic) != (self.critic is not None):
+            raise TrainError(
+                f"checkpoint {path} is of a run {'with' if manifest.critic else 'without'} a critic, this run is not",
+                remedy="set [critic] as it was, or start from the exported model folder, with critic.warmup_steps",
+            )
 
     def restore(self, path: Path, manifest: Manifest) -> None:
         with ExitStack() as stack:
@@ -110,18 +114,4 @@ def _copy_rows(key: str, files: list[dict[str, NamedArray]], part: Tensor, first
     if start != num_rows:
         raise TrainError(
             f"the checkpoint holds {start} of {num_rows} rows of {key}", remedy="it is torn; use an older one"
-        )
-
-
-def check_critic(path: Path, manifest: Manifest, critic: Critic | None) -> None:
-    """Raise TrainError if a checkpoint has a critic and here is none, or the other way round."""
-    if critic is None and manifest.critic:
-        raise TrainError(
-            f"checkpoint {path} is of a run with a critic, and here is none",
-            remedy="set [critic] as it was, or start from the exported model folder",
-        )
-    if critic is not None and not manifest.critic:
-        raise TrainError(
-            f"checkpoint {path} is of a run without a critic",
-            remedy="set critic.enabled = false, or start from the exported model folder, with critic.warmup_steps",
         )

@@ -48,10 +48,10 @@ class Critic:
         into the tally."""
         if micro.values_M is None or micro.returns_M is None:
             raise TrainError("a critic is trained on a batch without returns", remedy="a bug: values come first")
-        value_losses = value_loss(values_M, micro.values_M, micro.returns_M, self.config.value_clip)
-        loss = value_losses.loss_T.sum() / max(num_tokens, 1.0)
+        loss_M, is_clipped_M = value_loss(values_M, micro.values_M, micro.returns_M, self.config.value_clip)
+        loss = loss_M.sum() / max(num_tokens, 1.0)
         tally.add("value_loss", loss)
-        tally.add(f"{SUMS}clipped", value_losses.is_clipped_T.sum())
+        tally.add(f"{SUMS}clipped", is_clipped_M.sum())
         return loss
 
     def count(self, micro: MicroBatch[Layout], tally: MetricSums) -> None:

@@ -33,7 +33,7 @@ from .accounting import LossOf, TrainedModel
 from .layout import Layout, plan_layout
 from .model import PolicyModel
 from .offload import TorchOffload
-from .tensors import backward, floats, local_part, pieces, whole_tensor
+from .tensors import floats, local_part, pieces, whole_tensor
 from .world import World
 
 Strategy = Literal["ddp", "fsdp"]
@@ -197,7 +197,7 @@ class TorchModel(Replica, TrainedModel):
     def train(self, layouts: Sequence[Layout], loss_of: LossOf, *, needs_entropy_grad: bool, replays: bool) -> None:
         for number, layout in enumerate(layouts):
             loss = loss_of(number, self.module(layout, needs_entropy_grad))
-            backward(loss * self._loss_scale)
+            cast(Any, loss * self._loss_scale).backward()
 
     def warm_up(self, num_tokens: int) -> None:
         """Have compiled what a GPU runs compiled (`fused`), for tokens that lie in order and for such that are moved,

@@ -71,8 +71,3 @@ def recomputed(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     """`function(...)`, whose inner activations are not kept but made again in the backward pass."""
     front = cast("Callable[..., R]", cast(Any, checkpoint).checkpoint)
     return front(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def backward(loss: Tensor) -> None:
-    """Add the gradient of a 0-dim tensor to `.grad` of everything it depends on."""
-    cast(Any, loss).backward()
