@@ -98,21 +98,6 @@ def test_b_f1_a_student_reaches_its_teacher(bench):
     assert float(bench.kl(logits_A, teacher_A)) < 1e-6 * before
 
 
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        ("grpo", (0.2, 0.2, "rollout", "zero_variance")), ("dapo", (0.2, 0.28, "token", "zero_variance")),
-        ("dr_grpo", (0.2, 0.2, "constant", "zero_variance")), ("gspo", (3e-4, 4e-4, "rollout", "zero_variance")),
-        ("cispo", (1.0, 4.0, "token", "zero_variance")), ("ppo", (0.2, 0.2, "token", "none")),
-        ("reinforce_pp", (0.2, 0.2, "token", "none")),
-    ],
-)  # fmt: skip
-def test_b_f2_naming_an_algorithm_gives_the_algorithm(kind, given):
-    algo = AlgoConfig(kind=kind)
-    assert (algo.clip_low, algo.clip_high, algo.reduction, algo.group_filter) == given
-    assert AlgoConfig(kind=kind, clip_high=0.5).clip_high == 0.5
-
-
 def test_b_f2_distillation_keeps_groups_of_equal_reward():
     assert AlgoConfig(kl_in="advantage", kl_coef=1.0).group_filter == "none"
     assert AlgoConfig(kl_in="advantage", kl_coef=1.0, group_filter="zero_variance").group_filter == "zero_variance"

@@ -174,16 +174,16 @@ class Schedule:
         for _ in range(100_000):
             if self.admission.newest_version >= num_steps:
                 break
-            draw = rng.random()
+            draw, has_changed = rng.random(), True
             if draw < 0.01:
                 self.kill()
             elif draw < 0.02 and self.can_retune:
                 self.retune()
             elif draw < 0.45:
-                self.ask(rng.randrange(self.num_engines))
+                has_changed = self.ask(rng.randrange(self.num_engines))
             else:
-                rng.choice(actions)()
-            if not self.can_retune:
+                has_changed = rng.choice(actions)()
+            if has_changed and not self.can_retune:
                 self.check_time_is_left()
         assert self.admission.newest_version >= num_steps, "no progress"
         self.account()

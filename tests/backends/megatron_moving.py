@@ -14,6 +14,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from megatron_steps import as_program, preload, sibling  # noqa: F401 -- preload: for rank_gang.py
@@ -146,7 +147,7 @@ def run(spec: dict[str, Any], case: dict[str, Any], rank: int, *, moves: bool) -
             offload.restore(OPTIMIZER_PARTS)
         sibling("gang_rank").save(backend, folder, {"version": 3})
         backend.load(folder)
-        told["weights"] = {name: values.tolist() for name, values in steps.weights_of(backend).items()}
+        told["weights"] = {name: crc32(values.tobytes()) for name, values in steps.weights_of(backend).items()}
         told["regions"], told["shrunk"], told["dirty"] = shelf.regions, shelf.shrunk, shelf.dirty
         told["waits"] = shelf.num_waits
     finally:

@@ -107,7 +107,8 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             gang_rank.keep(out / "loaded.npz", weights_of(backend))
         result["scores"] = named(shards[0], gang_rank.scored(backend, shards[0].samples))
         result["metrics"] = [backend.train(shards[0], {}).metrics]
-        result["reads"] = gang_rank.reads_of(backend._parts.stepper.policy, shards[0])
+        if case.get("counts_reads"):
+            result["reads"] = gang_rank.reads_of(backend._parts.stepper.policy, shards[0])
         if algo["kind"] == "dpo":
             result["held_out"] = backend.train(gang_rank.held_out(shards[1]), {}).metrics
         if case.get("load") or case.get("optimizer"):
@@ -116,8 +117,9 @@ def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str,
             reload()
             result["metrics"].append(backend.train(shard, knobs).metrics)
         gang_rank.keep(out / "weights.npz", weights_of(backend))
-        result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
-        result["on_all"] = {name: float(t.double().sum()) for name, t in backend.export_device(to_all=True)}
+        if case.get("sends"):
+            result["on_device"] = {name: float(t.double().sum()) for name, t in backend.export_device()}
+            result["on_all"] = {name: float(t.double().sum()) for name, t in backend.export_device(to_all=True)}
         if case.get("save"):
             pending = backend.begin_save(str(out / "checkpoint"), {"version": 3})
             result["metrics_after"] = backend.train(shards[0], {}).metrics

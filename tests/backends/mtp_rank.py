@@ -5,23 +5,13 @@ python mtp_rank.py SPEC.json RANK
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import megatron_steps as steps
 import numpy as np
-
-
-def steps_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_steps", Path(__file__).with_name("megatron_steps.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def shard_of(rows: list[dict[str, Any]], number: int, size: int) -> Any:
@@ -43,7 +33,7 @@ def shard_of(rows: list[dict[str, Any]], number: int, size: int) -> Any:
     )  # fmt: skip
 
 
-def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank: int) -> None:
+def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -95,11 +85,10 @@ def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank
 
 def main() -> None:
     spec, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    steps = steps_program()
     steps.sibling("megatron_on_cpu").install()
     for case in spec["cases"]:
-        run_case(steps, spec, case, rank)
+        run_case(spec, case, rank)
 
 
 if __name__ == "__main__":
-    steps_program().as_program(main)
+    steps.as_program(main)

@@ -5,24 +5,14 @@ python routed_rank.py SPEC.json RANK
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import megatron_steps as steps
 import msgspec
 import numpy as np
-
-
-def steps_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_steps", Path(__file__).with_name("megatron_steps.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def samples_of(file: Path) -> list[Any]:
@@ -33,7 +23,7 @@ def samples_of(file: Path) -> list[Any]:
     return Codec(list[Sample]).decode(body, tuple(frames))
 
 
-def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str, Any]:
+def run_case(spec: dict[str, Any], case: dict[str, Any], rank: int) -> dict[str, Any]:
     from myxa.core.errors import TrainError
     from myxa.core.samples import TrainSample, TrainShard
 
@@ -79,14 +69,13 @@ def run_case(steps: ModuleType, spec: dict[str, Any], case: dict[str, Any], rank
 
 def main() -> None:
     spec, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    steps = steps_program()
     steps.sibling("megatron_on_cpu").install()
     for case in spec["cases"]:
-        result = run_case(steps, spec, case, rank)
+        result = run_case(spec, case, rank)
         place = Path(spec["out"]) / case["name"]
         place.mkdir(parents=True, exist_ok=True)
         (place / f"rank{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    steps_program().as_program(main)
+    steps.as_program(main)

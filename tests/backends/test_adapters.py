@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tests.backends.gang_rank import (
     Backends,
     close,
+    make_backend,
     make_shards,
     own_scores,
     same,
@@ -116,6 +117,15 @@ def test_a_folder_of_pefts_is_where_training_can_start(backends: Backends, tmp_p
     assert again.train(make_shards(51, minibatches=2)[0], {}).metrics["train/kl"] > 1e-3, "its reference has none"
 
 
+@pytest.fixture(scope="module")
+def exported(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, backend = tmp_path_factory.mktemp("exported"), make_backend(model, lora=LORA)
+    backend.setup()
+    backend.export_hf(str(folder))
+    backend.close()
+    return folder
+
+
 def broken(folder: Path, change: str) -> None:
     path = folder / "adapter_config.json"
     said, weights = json.loads(path.read_text()), load_file(folder / "adapter_model.safetensors")
@@ -153,9 +163,9 @@ def broken(folder: Path, change: str) -> None:
     ],
 )  # fmt: skip
 def test_folders_that_would_compute_something_else_are_refused(
-    backends: Backends, tmp_path: Path, change: str, said: str
+    backends: Backends, exported: Path, tmp_path: Path, change: str, said: str
 ) -> None:
-    trained(backends, 0).export_hf(str(tmp_path / "a"))
+    shutil.copytree(exported, tmp_path / "a")
     broken(tmp_path / "a", change)
     with pytest.raises((ConfigError, ModelError), match=said):
         backends(lora={**LORA, "path": str(tmp_path / "a")})

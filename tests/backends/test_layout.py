@@ -44,24 +44,22 @@ def draw(seed: int, count: int) -> list[TrainSample]:
 def visible(layout: Layout) -> list[set[int]]:
     """For each packed token, the packed tokens it attends to, read off blocks and masks slot by slot."""
     seen: list[set[int]] = [set() for _ in range(layout.num_tokens)]
-    real = set(layout.slots_T.tolist())
+    real, index = set(layout.slots_T.tolist()), layout.index_S.tolist()
     start = 0
     for block in layout.blocks:
         lengths = [block.row_len] * block.num_rows if block.packed is None else block.packed.lengths
         assert block.packed is None or block.packed.bounds.tolist() == [0, *itertools.accumulate(lengths)]
         assert max(lengths) == block.row_len
+        masks = None if block.mask_nLL is None else block.mask_nLL.squeeze(1).tolist()
         for row, length in enumerate(lengths):
             slots = range(start, start + length)
             start += length
             for q, slot in enumerate(slots):
                 if slot not in real:
                     continue
-                keys = [
-                    k for k in range(length)
-                    if (k <= q if block.mask_nLL is None else bool(block.mask_nLL[row, 0, q, k]))
-                ]  # fmt: skip
+                keys = [k for k in range(length) if (k <= q if masks is None else masks[row][q][k])]
                 assert all(slots[k] in real for k in keys), "a real token must not attend to padding"
-                seen[int(layout.index_S[slot])] = {int(layout.index_S[slots[k]]) for k in keys}
+                seen[index[slot]] = {index[slots[k]] for k in keys}
     assert start == len(layout.index_S)
     return seen
 

@@ -102,8 +102,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """Case -> its `[megatron.model]`."""
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
-        ("qwen3", {}),
-        ("qwen3", {"tp": 2, "sequence_parallel": True}),
         ("qwen2", {"pp": 2, "vpp": 2}),
         ("llama-tied", {"pp": 2}),
         ("llama3", {"cp": 2}),
@@ -120,7 +118,6 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("qwen2", {"tp": 2, "cp": 2, "sequence_parallel": True}),
         ("moe", {"tp": 2, "ep": 4, "sequence_parallel": True}),
         ("moe-mixed", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
-        ("moe-mixed", {"cp": 2, "ep": 2, "pp": 2}),
         ("deepseek", {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}),
         ("deepseek", {"cp": 2, "ep": 2, "pp": 2}),
         ("qwen2-moe", {"tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}),

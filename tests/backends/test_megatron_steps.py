@@ -83,7 +83,7 @@ HAS_MUON = bool(find_spec("emerging_optimizers")) and int(version("megatron-core
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        {"name": "alone", "loses_a_folder": True},
+        {"name": "alone", "loses_a_folder": True, "counts_reads": True},
         {"name": "experts", "is_moe": True, "algo": PLAIN},
         {"name": "lora-experts", "is_moe": True, "algo": PLAIN, "lora": QV},
         {"name": "lora-latent", "is_latent": True, "algo": PLAIN, "lora": LATENT},
@@ -100,10 +100,15 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "algo": DISTILLED,
             "has_reference": True,
         },
-        {"name": "tp2-sp", "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"}, "algo": WHITENED},
-        {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED, "reloads": True},
-        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "has_reference": True},
-        {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "saves_later": True},
+        {
+            "name": "tp2-sp",
+            "megatron": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+            "algo": WHITENED,
+            "sends": True,
+        },
+        {"name": "pp2", "megatron": {"pp": 2}, "algo": SERVED, "reloads": True, "sends": True},
+        {"name": "pp2-vpp2", "megatron": {"pp": 2, "vpp": 2}, "is_deep": True},
+        {"name": "ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "save": True, "sends": True},
         {"name": "lora-dp2", "algo": ADAPTED, "lora": QV, "export_hf": True},
         {
             "name": "lora-latent-tp2-sp",
@@ -113,7 +118,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "lora": LATENT,
         },
         {"name": "lora-ep2", "megatron": {"ep": 2}, "is_moe": True, "algo": PLAIN, "lora": QV},
-        {"name": "pairs-cp2", "megatron": {"cp": 2}, "algo": PAIRS, "has_reference": True},
         {"name": "bf16", "trainer": {"dtype": "bfloat16"}, "save": True, "temperatures": COOL},
         {
             "name": "bf16-pp2",
@@ -133,9 +137,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "lora": LORA,
             "save": True,
             "export_hf": True,
+            "sends": True,
         },
         {"name": "lora-dp2-cp2", "megatron": {"cp": 2}, "algo": ADAPTED, "lora": LORA, "load": "lora-tp2-pp2"},
-        {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN},
+        {"name": "cp2-pp2", "megatron": {"cp": 2, "pp": 2}, "algo": OWN, "sends": True},
         {"name": "pairs-dp2-pp2", "megatron": {"pp": 2}, "algo": PAIRS, "has_reference": True},
     ],
 }
@@ -153,6 +158,14 @@ Gangs = Callable[[int], Path]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
+    make_tiny_model(folder, "0p5m", seed=3, vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers for two virtual stages on each of two ranks."""
+    folder = tmp_path_factory.mktemp("deep")
     make_tiny_model(folder, "1m", seed=3, vocab_size=VOCAB)
     return folder
 
@@ -205,7 +218,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Path:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights of its own to keep close to."""
     folder = tmp_path_factory.mktemp("reference")
-    make_tiny_model(folder, "1m", seed=4, vocab_size=VOCAB)
+    make_tiny_model(folder, "0p5m", seed=4, vocab_size=VOCAB)
     return folder
 
 
@@ -233,6 +246,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, dense: Path) -> Callable[[
 @pytest.fixture(scope="module")
 def gangs(
     dense: Path,
+    deep: Path,
     experts: Path,
     latent: Path,
     reference: Path,
@@ -246,7 +260,7 @@ def gangs(
     def run(num_ranks: int) -> Path:
         if num_ranks not in done:
             out = tmp_path_factory.mktemp(f"gang{num_ranks}")
-            folders = {"is_moe": experts, "is_latent": latent}
+            folders = {"is_moe": experts, "is_latent": latent, "is_deep": deep}
             cases: list[dict[str, Any]] = []
             for case in CASES[num_ranks]:
                 model = next((folder for name, folder in folders.items() if name in case), dense)
@@ -280,15 +294,16 @@ def judge(dense: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
         algo: dict[str, Any],
         temperatures: tuple[float, ...] = (),
         lora: dict[str, Any] | None = None,
-        foreign: str = "",
+        folder: str = str(dense),
+        impl: str = "own",
     ) -> dict[str, Any]:
         kind = algo["kind"]
         temperatures = temperatures or TEMPERATURES.get(kind, COOL)
-        place = f"{algo} at {temperatures} by {lora}"
+        place = f"{algo} at {temperatures} by {lora} of {folder}"
         if place not in known:
-            more: dict[str, Any] = {"trainer": {"impl": "hf"}} if foreign else {}
-            folder = Path(foreign) if foreign else dense
-            backend = gang_rank.make_backend(folder, algo=algo, optimizer=OPTIMIZER, lora=lora, num_steps=9, **more)
+            backend = gang_rank.make_backend(
+                folder, algo=algo, optimizer=OPTIMIZER, lora=lora, num_steps=9, trainer={"impl": impl}
+            )
             backend.setup()
             drawn: dict[str, Any] = {
                 "kind": kind, "minibatches": algo["minibatches"], "temperatures": temperatures,
@@ -328,9 +343,9 @@ def expected(num_ranks: int, name: str, gangs: Gangs, judge: Callable[..., dict[
     spec = json.loads((gangs(num_ranks) / "spec.json").read_text())
     case = next(case for case in spec["cases"] if case["name"] == name)
     if case.get("is_latent"):
-        return judge(case["algo"], lora=case["lora"], foreign=case["model"])
+        return judge(case["algo"], lora=case["lora"], folder=case["model"], impl="hf")
     if not case.get("is_moe"):
-        return judge(case.get("algo", spec["algo"]), lora=case.get("lora"))
+        return judge(case.get("algo", spec["algo"]), lora=case.get("lora"), folder=case["model"])
     other = "lora-experts" if "lora" in case else "experts"
     (alone,) = results(gangs(1), other)
     return {**alone, "weights": arrays(gangs(1), other, "weights")}
@@ -630,11 +645,11 @@ def test_verbatim_names_are_checked_against_the_installed_sources(table: str, ke
 @pytest.mark.parametrize(
     ("table", "fields", "said"),
     [
-        ("model", {"moe_router_fusion": True}, "megatron.model.moe_router_fusion: needs transformer_engine"),
+        ("model", {"moe_router_fusion": True}, "megatron.model: moe_router_fusion needs transformer_engine"),
         (
             "model",
             {"recompute_modules": ["mlp", "layernorm"]},
-            "recompute_modules: layernorm: needs transformer_engine",
+            "megatron.model: layernorm needs transformer_engine",
         ),
         ("model", {"gradient_accumulation_fusion": True}, "needs fused_weight_gradient_mlp_cuda"),
         ("optimizer", {"use_precision_aware_optimizer": True}, "needs transformer_engine"),

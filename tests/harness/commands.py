@@ -78,6 +78,7 @@ _servers = {
         "myxa.actors.backends.megatron.backend", "megatron.core.models.gpt.gpt_model",
         "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing.strategies.torch",
         "transformers.models.deepseek_v3.configuration_deepseek_v3", "transformers.models.auto.modeling_auto",
+        "torch._dynamo", "torch.distributed.fsdp",
     ),
 }  # fmt: skip
 
