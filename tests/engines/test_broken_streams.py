@@ -22,7 +22,7 @@ from myxa.core.errors import EngineError
 
 LABELS = sorted(path.parent.name for path in RECORDINGS.glob("*/about.json"))
 DEADLINE_S = 60.0
-NUM_BREAKS = 40
+NUM_BREAKS = 15
 Breaker = Callable[[random.Random, list[bytes]], list[bytes]]
 
 

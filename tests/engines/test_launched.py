@@ -21,13 +21,14 @@ from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import is_running, until, until_gone
 
+from myxa.actors.engines.sglang import launch
 from myxa.actors.engines.sglang.engine import SglangEngine, SglangOptions
 from myxa.actors.engines.sglang.launch import LaunchedSglang, ServerCommand, SglangLaunch, start_server
 from myxa.core.errors import ConfigError, EngineError, LaunchError
 
 CHILD = Path(__file__).parent / "launch_child.py"
 DEADLINE_S = 90
-OPTIONS = SglangOptions(vocab_size=320, start_s=60, call_s=20, health_every_s=0.5, lost_after_s=3, name="rollout/3")
+OPTIONS = SglangOptions(vocab_size=320, start_s=60, call_s=20, health_every_s=0.2, lost_after_s=1, name="rollout/3")
 
 
 @asynccontextmanager
@@ -135,28 +136,31 @@ async def test_a_server_that_cannot_be_started_says_why(folders, tmp_path):
                 pass
 
 
-@pytest.mark.parametrize("victim", ["actor", "subreaper"])
-async def test_nothing_of_the_server_outlives_its_actor(victim, folders, tmp_path):
-    """kill -9 of the actor; the server has a child of its own that would live for ten minutes."""
-    log = tmp_path / "log"
-    actor = subprocess.Popen(  # noqa: ASYNC220 -- quick, and it is to be killed like any process
-        [sys.executable, str(CHILD), str(folders[0]), str(log)],
-        env=stand_in_environment("child", light=True), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert actor.stdout is not None
-        line = await asyncio.wait_for(asyncio.to_thread(actor.stdout.readline), DEADLINE_S)
-        server = int(json.loads(line)["server"])
-        helper, subreaper = helper_in(log), psutil.Process(server).ppid()
-        assert is_running(helper)
-        os.kill(actor.pid if victim == "actor" else subreaper, signal.SIGKILL)
-        await until_gone(server, subreaper, helper)
-        if victim == "subreaper":
-            _, told = await asyncio.to_thread(actor.communicate, timeout=DEADLINE_S)
-            assert "signal SIGKILL" in told
-    finally:
-        actor.kill()
-        actor.communicate()
+async def test_nothing_of_the_server_outlives_its_actor(folders, tmp_path):
+    """kill -9 of the actor, or of the subreaper; the server has a child of its own that would live for ten minutes."""
+
+    async def kill(victim: str) -> None:
+        log = tmp_path / victim
+        actor = subprocess.Popen(  # noqa: ASYNC220 -- quick, and it is to be killed like any process
+            [sys.executable, str(CHILD), str(folders[0]), str(log)],
+            env=stand_in_environment("child", light=True), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert actor.stdout is not None
+            line = await asyncio.wait_for(asyncio.to_thread(actor.stdout.readline), DEADLINE_S)
+            server = int(json.loads(line)["server"])
+            helper, subreaper = helper_in(log), psutil.Process(server).ppid()
+            assert is_running(helper)
+            os.kill(actor.pid if victim == "actor" else subreaper, signal.SIGKILL)
+            await until_gone(server, subreaper, helper)
+            if victim == "subreaper":
+                _, told = await asyncio.to_thread(actor.communicate, timeout=DEADLINE_S)
+                assert "signal SIGKILL" in told
+        finally:
+            actor.kill()
+            actor.communicate()
+
+    await asyncio.gather(kill("actor"), kill("subreaper"))
 
 
 def command(*words: str, log: Path) -> ServerCommand:
@@ -196,13 +200,14 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path):
         await until(lambda: children() == before)
 
 
-async def test_a_server_that_loads_says_what_it_does(tmp_path):
+async def test_a_server_that_loads_says_what_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "LOOK_S", 0.05)
     log = tmp_path / "server.log"
     log.write_text("Application startup complete (of the one before)\n")
     said = ["Load weight begin. avail mem=1 GB", "Capture target decode CUDA graph begin. bs=[1, 2]",
             "Capturing batches (bs=2 avail_mem=1 GB):   6%|x | 1/16 [01:11<17:53, 71.58s/it]",
             "Application startup complete."]  # fmt: skip
-    words = f"import time\nfor line in {said}:\n    print(line, flush=True)\n    time.sleep(1.6)\ntime.sleep(60)"
+    words = f"import time\nfor line in {said}:\n    print(line, flush=True)\n    time.sleep(0.25)\ntime.sleep(60)"
     server = await start_server(ServerCommand("rollout/0", (sys.executable, "-c", words), os.environ, log))
     told: list[str] = []
     loading = asyncio.ensure_future(server.tell_loading(told.append))

@@ -270,15 +270,6 @@ async def test_a_loss_of_weights_that_could_not_be_told_is_told_again(folders):
         assert turn.has_turn
 
 
-async def test_a_release_that_fails_is_a_fault_of_memory():
-    async with client(fails_next="/release_memory_occupation") as (_, engine):
-        turn = EngineTurn(engine, engine, on_weights_lost=Losses())
-        turn.started()
-        await turn.quiesce()
-        with pytest.raises(MemoryFault, match="answered 500"):
-            await asyncio.to_thread(turn.release, ALL)
-
-
 # -- the embedded engine -----------------------------------------------------------------------------------------------
 
 

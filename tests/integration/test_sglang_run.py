@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from tests.harness.commands import Command
 from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.ledger_audit import audit_ledger
@@ -19,7 +18,7 @@ from tests.harness.waiting import wait_until
 LAUNCHES = ('roles.rollout.kind="sglang"', "sglang.stream_interval=4", "async.max_staleness=0")
 
 
-def servers_of(run_dir: Path, folder: str = "model") -> list[psutil.Process]:
+def servers_of(run_dir: Path, folder: str) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -40,56 +39,54 @@ def steps_done(run_dir: Path) -> int:
     return sum("leader/step_wall_s" in line for line in lines)
 
 
+def num_adopted(run_dir: Path, name: str) -> int:
+    return sum(event["source"] == name for event in events(run_dir, "weights-adopted"))
+
+
 def losses(run_dir: Path) -> list[dict[str, Any]]:
     return events(run_dir, "engine-gone")
 
 
-PAIRS = (
-    'engine.groups.p.kind="prefill"', 'engine.groups.d.kind="decode"', 'sglang.disaggregation_transfer_backend="nixl"',
+GROUPS = (
+    "engine.groups.r.servers=1", 'engine.groups.p.kind="prefill"', 'engine.groups.d.kind="decode"',
+    'sglang.disaggregation_transfer_backend="nixl"',
 )  # fmt: skip
+LOGS = ("rollout.0.sglang.log", "rollout.1.prefill.0.sglang.log", "rollout.1.decode.0.sglang.log")
 
 
-@pytest.mark.parametrize("victim_kind", ["", "prefill", pytest.param("decode", marks=pytest.mark.soak)])
-def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job, victim_kind: str) -> None:
-    """One server for each of two rollout actors, from a folder of its own, or one actor with a prefill and a decode
-    server."""
-    folder = "model" if victim_kind else "served"
-    if folder == "served":
-        shutil.copytree(job.folder / "model", job.folder / folder)
-    count = 1 if victim_kind else 2
-    groups = PAIRS if victim_kind else (f'weights.served_folder="{job.folder / folder}"',)
-    words = job.words(*LAUNCHES, *groups, "run.num_steps=400", f"roles.rollout.count={count}", *job.paced(2.0))
+def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job: Job) -> None:
+    """A server of one rollout actor, and a prefill and a decode server of the other one, from a folder of their own."""
+    shutil.copytree(job.folder / "model", job.folder / "served")
+    served = f'weights.served_folder="{job.folder / "served"}"'
+    words = job.words(*LAUNCHES, *GROUPS, served, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
     run = Command(words, job.folder, env=stand_in_environment())
     try:
         wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
         run_dir = job.run_dir()
-        wait_until(
-            lambda: len(events(run_dir, "engine-joined")) == count and steps_done(run_dir) > 2, "engines at work"
-        )
-        mode = f"--disaggregation-mode={victim_kind}"
-        victim = next(one for one in servers_of(run_dir, folder) if not victim_kind or mode in one.cmdline())
-        victim.kill()
-        wait_until(lambda: len(losses(run_dir)) == 1, "the loss is noticed")
-        (gone,) = losses(run_dir)
-        name = gone["text"].split()[0]
+        wait_until(lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "engines at work")
+        victims: dict[str, psutil.Process] = {}
+        for server in servers_of(run_dir, "served"):  # the first of each is its subreaper
+            kind = next((word for word in server.cmdline() if word.startswith("--disaggregation-mode=")), "")
+            if not kind.endswith("decode"):
+                victims.setdefault("rollout/1" if kind else "rollout/0", server)
+        for victim in victims.values():
+            victim.kill()
+        wait_until(lambda: {gone["text"].split()[0] for gone in losses(run_dir)} == set(victims), "losses are noticed")
         at_loss = steps_done(run_dir)
-        wait_until(lambda: len(events(run_dir, "engine-joined")) == count + 1, "the server is replaced")
-        wait_until(lambda: len([e for e in events(run_dir, "weights-adopted") if e["source"] == name]) > 1, "adoption")
+        wait_until(lambda: len(events(run_dir, "engine-joined")) == 4, "the servers are replaced")
+        wait_until(lambda: min(num_adopted(run_dir, name) for name in victims) > 1, "adoption")
         wait_until(lambda: steps_done(run_dir) > at_loss + 2, "the run goes on")
     finally:
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=60)
-    log = (run_dir / "logs" / f"{name.replace('/', '.')}.0.log").read_text()
-    assert re.search(rf"its server \(pid {victim.pid}\) ended while it served with signal SIGKILL", log), text
+    logs = run_dir / "logs"
+    for name, victim in victims.items():
+        log = (logs / f"{name.replace('/', '.')}.0.log").read_text()
+        assert re.search(rf"its server \(pid {victim.pid}\) ended while it served with signal SIGKILL", log), text
+        assert not re.search(r"api.key.*[\w-]{32}", log)
     assert len(compared(run_dir)) > 5
     assert max(compared(run_dir).values()) < 1e-4
     assert events(run_dir, "run-paused") == []
-    assert servers_of(run_dir, folder) == []
-    logs = (
-        [f"rollout.0.{kind}.0.sglang.log" for kind in ("prefill", "decode")]
-        if victim_kind
-        else ["rollout.0.sglang.log"]
-    )
-    assert all("fired up" in (run_dir / "logs" / log).read_text() for log in logs)
+    assert servers_of(run_dir, "served") == []
+    assert all("fired up" in (logs / log).read_text() for log in LOGS)
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
-    assert not re.search(r"api.key.*[\w-]{32}", (run_dir / "logs" / "rollout.0.0.log").read_text())
