@@ -1,7 +1,7 @@
 """References: how an actor calls another one (`Ref`), or several at once (`together`).
 
 A reference is typed as the contract of the actor that it names. `together` gives the answer of every call, or one error
-that names all that failed.
+that names all that failed; `all_or_first_error` is for other work than calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
@@ -81,6 +82,23 @@ def _method(spec: HandlerSpec) -> Callable[..., Any]:
 
 _UNHEARD: set[asyncio.Task[Any]] = set()
 """Calls whose answers are not waited for any more."""
+
+
+@asynccontextmanager
+async def unwrapped_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """Its first error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def all_or_first_error(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order; the first failure cancels the others and is raised as it is."""
+    async with unwrapped_group() as group:
+        tasks = [group.create_task(job) for job in jobs]
+    return [task.result() for task in tasks]
 
 
 async def together(calls: Mapping[str, Coroutine[Any, Any, T]], *, fails_fast: bool = False) -> dict[str, T]:

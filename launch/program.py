@@ -309,7 +309,7 @@ def _model(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> A
 
     view = config.of_model(spec.model)
     model, tokenizer = read_config(view.model.path), load_tokenizer(view.model.path, view.data)
-    return ModelServer(_engine(spec, view, model, run_dir, TrainerSenders()), tokenizer, clock)
+    return ModelServer(_engine(spec, view, model, run_dir, TrainerSenders()), tokenizer)
 
 
 def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Path, senders: TrainerSenders) -> Engine:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -41,6 +41,7 @@ from ...core.errors import (
 )
 from ...core.messages import Assignment, DropReason, RolloutNow, SamplingParams
 from ...core.protocols import Delta, GenerateRequest, Tokenizer
+from ...core.refs import all_or_first_error
 from ...core.samples import I32, ExpertChoices, Group, LossPart, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ..environments.workflow import EnvironmentPools
@@ -591,16 +592,6 @@ class GroupRunner:
 
 def _attempt(member: GroupMember) -> int:
     return max(member.assignment.attempt - 1, 0) + member.num_before
-
-
-async def all_or_first_error(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in order; the first failure cancels the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job) for job in jobs]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 _REASONS: tuple[tuple[type[MyxaError], DropReason], ...] = (

@@ -15,16 +15,14 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import ActorContext
-from ...core.clock import Clock
 from ...core.errors import CallError, EngineError, MemberFailed, RequestRefused, UserCodeError
 from ...core.protocols import Delta, Engine, GenerateRequest, Tokenizer
 from ...core.refs import with_deadline
 from ...core.samples import Message
 from ...core.timeouts import TIMEOUTS
-from ..contracts import ModelContract, MonitorContract
-from ..telemetry import REPORT_S, report_forever
+from ..contracts import ModelContract
+from ..telemetry import REPORT_S, Reporter
 from ..workflows.episode import ModelSpec, ReachedModel, draw_turn, stops_of
 
 _log = logging.getLogger(__name__)
@@ -37,19 +35,16 @@ class ModelServer(ModelContract):
 
     mailbox_size = 4096
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, clock: Clock) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._clock = clock
         self._serves = asyncio.Event()
         self._num_running = self._num_asked = self._num_tokens = 0
 
     async def on_start(self) -> None:
-        self._meter = ActivityMeter(self.ctx.name, self._clock)
-        self._telemetry = TelemetryBuffer(self.ctx.name, self._clock, meter=self._meter)
+        report = Reporter.begin(self.ctx)
+        self._meter, self._telemetry, self._clock = report.meter, report.telemetry, report.clock
         self._meter.switch("other", "start")
-        send = self.ctx.ref(MonitorContract, "monitor").telemetry
-        self.ctx.spawn(report_forever(self._telemetry, send, REPORT_S), name="model-telemetry")
         self.ctx.spawn(self._run(), name="model-run")
 
     async def _run(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
-import numpy as np
+from msgspec.structs import replace
 
 from ...core.daemon_thread import in_daemon_thread
 from ...core.device_memory import Tag, TagReport
@@ -28,6 +28,7 @@ from ..contracts import CoordinatorContract
 from ..telemetry import Reporter
 from ..tenancy.tenant import Tenant, TenantOptions
 from ..tenancy.time_share import ROLLOUT
+from ..workflows.episode import NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class EngineTurn:
         while not self.has_turn and not self._is_ending:  # it may be closed again before this wakes up
             await self._gate.wait()
         if self._is_ending:
-            yield _aborted()
+            yield replace(NOTHING, finish="abort")
             return
         self._num_inside += 1
         self._empty.clear()
@@ -219,8 +220,3 @@ class EngineTurn:
             raise MemoryFault(
                 f"the engine did not answer within {TIMEOUTS.rollout.call_s:g} s", remedy="see its log"
             ) from err
-
-
-def _aborted() -> Delta:
-    nothing = np.zeros(0, dtype=np.int32)
-    return Delta(output_ids=nothing, logprobs=np.zeros(0, dtype=np.float32), versions=nothing, finish="abort")

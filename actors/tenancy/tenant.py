@@ -222,7 +222,7 @@ class TenantAssets:
         self._stores = tuple(stores)
         self._comms = comms
         self._are_comms_away = False
-        self._last = self._look()
+        self.refresh()
 
     def tags(self, *, is_busy: bool) -> tuple[TagReport, ...]:
         if not is_busy:
@@ -231,14 +231,11 @@ class TenantAssets:
 
     def refresh(self) -> None:
         """The work of a command is over: look again."""
-        self._last = self._look()
-
-    def _look(self) -> tuple[TagReport, ...]:
         reports = [tag for store in self._stores for tag in store.report()]
         if self._comms is not None:  # their size is not known: the measurement sees it
             backing = "discarded" if self._are_comms_away else "mapped_dirty"
             reports.append(TagReport(COMMS, 0, "rematerialise", backing))
-        return tuple(reports)
+        self._last = tuple(reports)
 
     # -- done in the tenant's thread; both return the bytes that are copied
 

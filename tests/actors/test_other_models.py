@@ -25,7 +25,6 @@ from myxa.actors.rewards.rewarder import Rewarder
 from myxa.actors.rollout.other_models import ModelServer, OtherModel
 from myxa.actors.workflows.episode import Episode, ModelSpec
 from myxa.core.actor import Actor
-from myxa.core.clock import SystemClock
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.config.data import JudgeSettings
@@ -65,7 +64,7 @@ class Floor:
     async def serve(self, index: int, folder: Path) -> None:
         name = f"model/critic/{index}"
         engine = self.engines[name] = EmbeddedEngine(folder, EmbeddedOptions(max_running=4, context_length=512))
-        await self.node.start(ModelServer(engine, load_tokenizer(folder), SystemClock()), name=name)
+        await self.node.start(ModelServer(engine, load_tokenizer(folder)), name=name)
         while not await self.serves(engine):
             await asyncio.sleep(0.01)
 

@@ -90,8 +90,7 @@ async def test_from_start_to_end(folders, tmp_path, capfd):
 
 async def test_a_death_in_mid_generation_is_noticed_at_once(folders, tmp_path):
     log = tmp_path / "log"
-    env = stand_in_environment("child")  # with the embedded engine inside
-    async with launched(folders[0], log, env=env) as engine:
+    async with launched(folders[0], log, "child spans") as engine:
         assert (await engine.info()).version >= -1
         stream = engine.generate(ask("r1", 5, max_new_tokens=100, ignore_eos=True))
         await anext(stream)

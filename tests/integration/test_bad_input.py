@@ -217,6 +217,7 @@ def test_several_mistakes_are_told_at_once(here: Job, capsys: pytest.CaptureFixt
 
 
 QUICKLY = "rollout.max_retries=0"
+FEW = ("rollout.workers=1", "rollout.num_samples=2")
 NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "text")]
 """What their calls come to is the same in a worker process: test_reward_user_code.py."""
 
@@ -225,9 +226,7 @@ NEED_NO_PROCESS = [(f"reward.fn=mine.py:{name}",) for name in ("fails", "nan", "
 def test_what_shows_while_actors_work(here: Job, row: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if flags_of(row)[1:] in NEED_NO_PROCESS:
         call_here(monkeypatch)
-    error, _ = asyncio.run(
-        inside("run.toml", QUICKLY, "rollout.workers=1", *(flag for flag in flags_of(row) if flag != "--set"))
-    )
+    error, _ = asyncio.run(inside("run.toml", QUICKLY, *FEW, *(flag for flag in flags_of(row) if flag != "--set")))
     assert isinstance(error, MyxaError), error
     message = str(error).replace(f"{here.folder}/", "")
     assert fits(row, message), f"{message!r} is not {row.message!r}"

@@ -20,10 +20,9 @@ vLLM and SGLang (their CPU builds are not on the package index), llama.cpp (weig
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from ...weights.beacon import Beacon, Counted
 from ...weights.channels.host import read_version
 from .core import EmbeddedOptions, EngineCore
 from .model import DecoderWeights
-from .tensors import EngineBudget, expected, lent_zeros, plain_zeros, plan_engine
+from .tensors import PADDING_BYTES, EngineBudget, lent_zeros, plain_zeros, plan_engine
 
 T = TypeVar("T")
 
@@ -56,7 +55,6 @@ LOOP_CHECK_S = 1.0
 """An idle thread looks that often whether its loop was closed without a word to it."""
 
 Command = Callable[[EngineCore], None]
-_log = logging.getLogger("myxa.embedded")
 
 
 class DeltaQueue(asyncio.Queue[Delta | EngineError]):
@@ -86,8 +84,8 @@ class EngineThread:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Run a command between two steps; an exception of it is lost. Raises EngineError if the engine is broken or
-        closed."""
+        """Run a command between two steps; one that raises breaks the engine. Raises EngineError if the engine is
+        broken or closed."""
         if self._broken is not None:
             raise self._broken
         with self._changed:
@@ -156,10 +154,7 @@ class EngineThread:
             commands, self._commands = self._commands, []
             is_stopping = self._is_stopping
         for command in commands:
-            try:
-                command(self._core)
-            except Exception:  # noqa: BLE001 -- the engine serves the others
-                _log.exception("%s: a command failed", self._name)
+            command(self._core)
         return not is_stopping
 
     def _tell(self) -> None:
@@ -418,7 +413,8 @@ class EmbeddedEngine:
         if self._state is not None:
             return lent.report()
         _, budget = self._plan()
-        return expected(budget.weight_bytes, budget.kv_bytes)
+        sizes: Mapping[Tag, int] = {"weights": budget.weight_bytes, "kv_cache": budget.kv_bytes}
+        return tuple(TagReport(tag, size + PADDING_BYTES, "discard", "discarded") for tag, size in sizes.items())
 
     def memory_pids(self) -> tuple[int, ...]:
         return (os.getpid(),)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -173,7 +174,7 @@ class PrefillAttention:
         self._cache = cache
         self.positions: Index = np.concatenate([np.arange(n) for n in lengths])
         self._places = cache.places(np.repeat(np.asarray(rows), lengths), self.positions)
-        self._blocks = _equal_runs(lengths)
+        self._blocks = [(len(list(equal)), length) for length, equal in groupby(lengths)]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._cache.write(layer, self._places, keys, values)
@@ -186,17 +187,6 @@ class PrefillAttention:
             out[start:end].view(count, length, *out.shape[1:]).copy_(block.transpose(1, 2))
             start = end
         return out.flatten(1)
-
-
-def _equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted lengths as (how many, length)."""
-    runs: list[tuple[int, int]] = []
-    for length in lengths:
-        if runs and runs[-1][1] == length:
-            runs[-1] = (runs[-1][0] + 1, length)
-        else:
-            runs.append((1, length))
-    return runs
 
 
 class TileAttention:
@@ -254,14 +244,14 @@ class MixedAttention:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One layer. Matrices are [out, in]."""
 
     input_norm: Tensor
     qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
+    qkv_bias: Tensor | None = None
+    qk_norm: Tensor | None = None
     """[q heads + kv heads, head_dim], q's part scaled."""
     out: Tensor
     post_norm: Tensor
@@ -277,12 +267,13 @@ class DecoderWeights:
         self.config = config
         self.dtype = dtype
         table = (config.vocab_size, config.hidden_size)
+        layer = _layer_shapes(config)
         shapes = [table, (config.hidden_size,), *([] if config.tie_word_embeddings else [table])]
-        shapes += [shape for _ in range(config.num_layers) for shape in _layer_shapes(config)]
+        shapes += [*layer.values()] * config.num_layers
         tensors = iter(allocate([(shape, dtype) for shape in shapes]))
         self.embedding, self.norm = next(tensors), next(tensors)
         self.head = self.embedding if config.tie_word_embeddings else next(tensors)
-        self.layers = tuple(_layer(config, tensors) for _ in range(config.num_layers))
+        self.layers = tuple(LayerWeights(**{name: next(tensors) for name in layer}) for _ in range(config.num_layers))
 
     def load(self, tensors: Mapping[str, NamedArray], place: str) -> None:
         """Copy all weights; the bytes in `tensors` are not needed afterwards. Raises EngineError naming the tensor and
@@ -321,27 +312,15 @@ class DecoderWeights:
             source.copy(prefix + "mlp.down_proj.weight", layer.down)
 
 
-def _layer_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    """Of one layer, in the order in which `_layer` takes them."""
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of one layer, by the names of LayerWeights, without what it has not."""
     num_heads = config.num_heads + 2 * config.num_kv_heads
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    shapes: list[tuple[int, ...]] = [(hidden,), (num_heads * head_dim, hidden)]
-    shapes += [(num_heads * head_dim,)] if config.attention_bias else []
-    shapes += [(config.num_heads + config.num_kv_heads, head_dim)] if config.has_qk_norm else []
-    return [*shapes, (hidden, config.num_heads * head_dim), (hidden,), (2 * inner, hidden), (hidden, inner)]
-
-
-def _layer(config: ModelConfig, tensors: Iterator[Tensor]) -> LayerWeights:
-    return LayerWeights(
-        input_norm=next(tensors),
-        qkv=next(tensors),
-        qkv_bias=next(tensors) if config.attention_bias else None,
-        qk_norm=next(tensors) if config.has_qk_norm else None,
-        out=next(tensors),
-        post_norm=next(tensors),
-        gate_up=next(tensors),
-        down=next(tensors),
-    )
+    shapes: dict[str, tuple[int, ...]] = {"input_norm": (hidden,), "qkv": (num_heads * head_dim, hidden)}
+    shapes |= {"qkv_bias": (num_heads * head_dim,)} if config.attention_bias else {}
+    shapes |= {"qk_norm": (config.num_heads + config.num_kv_heads, head_dim)} if config.has_qk_norm else {}
+    shapes |= {"out": (hidden, config.num_heads * head_dim), "post_norm": (hidden,)}
+    return shapes | {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
 
 class _Source:

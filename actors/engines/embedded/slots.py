@@ -134,6 +134,8 @@ TILE = 32
 """Rows that are computed together where results must not depend on how many there are: whole vectors on every CPU."""
 SAMPLING_FIELDS = [("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64), ("min_p", np.float32)]
 """Of `SamplingParams`: what each of the rows is drawn by."""
+PENALTIES = ("min_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty")
+AT_REST = SamplingParams()
 
 
 def stream_state(seed: int) -> int:
@@ -226,15 +228,6 @@ def _draw_cut(
     return order.gather(1, ranks.clamp_(max=masses.shape[-1] - 1)), cumulated[:, -1:], order, stays
 
 
-def is_penalised(sampling: SamplingParams) -> bool:
-    return bool(
-        sampling.min_new_tokens
-        or sampling.frequency_penalty
-        or sampling.presence_penalty
-        or sampling.repetition_penalty != 1
-    )
-
-
 def penalise(logits: Tensor, sampling: SamplingParams, answer: I32, end_ids: frozenset[int]) -> None:
     """Change one row of float32 logits [vocabulary] in place, by the tokens of its answer so far. `end_ids` are kept
     away before the least length."""
@@ -298,7 +291,8 @@ class SlotTable:
             self._kept.append({})
             record["length"] = record["start"] = record["sent"] = len(request.context)
             record["limit"], record["state"] = request.limit, request.state
-            record["is_penalised"], record["has_stops"] = is_penalised(sampling), bool(request.stops)
+            record["is_penalised"] = any(getattr(sampling, name) != getattr(AT_REST, name) for name in PENALTIES)
+            record["has_stops"] = bool(request.stops)
             for name, _ in SAMPLING_FIELDS:
                 record[name] = getattr(sampling, name)
 

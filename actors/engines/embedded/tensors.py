@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....core.device_memory import Tag, TagReport
+from ....core.device_memory import Tag
 from ....core.errors import EngineError
 from ....memory.arenas.arena import Arena
 from ....memory.arenas.tensors import empty_tensors
@@ -60,14 +60,6 @@ def lent_zeros(arena: Arena, tag: Tag) -> Allocate:
         return tensors
 
     return make
-
-
-def expected(weight_bytes: int, kv_bytes: int) -> tuple[TagReport, ...]:
-    """What an engine will hold once it is started: an upper bound."""
-    return (
-        TagReport(tag="weights", num_bytes=weight_bytes + PADDING_BYTES, policy="discard", backing="discarded"),
-        TagReport(tag="kv_cache", num_bytes=kv_bytes + PADDING_BYTES, policy="discard", backing="discarded"),
-    )
 
 
 # -- what an engine will take, decided before a byte is allocated ------------------------------------------------------

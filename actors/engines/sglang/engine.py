@@ -178,7 +178,7 @@ class SglangEngine:
         self._http = SglangHttp(url, name=options.name, call_s=options.call_s, admin_key=options.admin_key)
         self._routes = routes(self._http)
         self._adapters = next((route for route in self._routes.values() if isinstance(route, AdapterRoute)), None)
-        self._memory = SglangMemory(self._http, call_s=options.call_s) if saves_memory else None
+        self._memory = SglangMemory(self._http) if saves_memory else None
         self._sampling = ServerSampling()
         self._has_begun = False
         self._is_parked = False
@@ -207,17 +207,14 @@ class SglangEngine:
 
     # -- start and end
 
-    def _begin(self) -> None:
+    async def start(self) -> EngineInfo:
+        """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
         if self._has_begun:
             raise EngineError(f"{self._options.name}: was started before", remedy="build a new one")
         self._has_begun = True
-
-    async def start(self) -> EngineInfo:
-        """Wait until the server answers. Raises EngineError naming its address when it does not in time."""
-        self._begin()
         try:
             return await self._connect()
-        except EngineError:
+        except BaseException:
             await self.close()
             raise
 
@@ -272,19 +269,15 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Close all connections; the server frees the rows of requests that were running. Never raises."""
-        self.cut()
+        for stream in self._open:
+            if stream.answer is not None:
+                stream.answer.close()  # wakes its reader, which closing the session does not
         for leaving in self._leaving:
             leaving.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         for route in self._routes.values():
             await route.close()
         await self._http.close()
-
-    def cut(self) -> None:
-        """End all streams at once: their readers get an EngineError. For a server that is lost."""
-        for stream in self._open:
-            if stream.answer is not None:
-                stream.answer.close()  # wakes its reader, which closing the session does not
 
     # -- requests
 
@@ -324,10 +317,9 @@ class SglangEngine:
     ) -> AsyncGenerator[Delta, None]:
         """As `generate`, of a server whose weights are whole. `version`: the one known when it is sent. `pair`: of a
         decode server, which prefill server sends the cache of the prompt, and as what."""
-        place, choices = self._place_of(request), self._options.choices
-        span = (request.num_routed, len(request.input_ids))
-        is_certain = self._adapters is not None
-        tokens = HeldTokens(place, version, choices, span, is_paired=bool(pair), is_certain=is_certain)
+        span, is_certain = (request.num_routed, len(request.input_ids)), self._adapters is not None
+        place = self._place_of(request)
+        tokens = HeldTokens(place, version, self._options.choices, span, is_paired=bool(pair), is_certain=is_certain)
         async with self._open_answer(request, version, tokens, pair) as (sent, answer):
             async for delta in self._parts(sent, answer, tokens, tokens.feed, is_half=bool(pair)):
                 if delta.finish is not None:

@@ -83,12 +83,11 @@ class SglangHttp:
         try:
             async with asyncio.timeout(within_s):
                 while (answer := await self.answer("/health", look_s)).status != 200:
-                    if answer.is_silent and (await self.answer(MODEL_ROUTE, look_s)).status == 200:
+                    last_answer = await self.answer(MODEL_ROUTE, look_s)
+                    if answer.is_silent and last_answer.status == 200:
                         return False
-                    if not answer.is_silent:
-                        last_answer = await self.answer(MODEL_ROUTE, look_s)
-                        if not last_answer.may_come and last_answer.status != 200:
-                            self._refuse(*attach_fault(last_answer, last_answer))
+                    if not (answer.is_silent or last_answer.may_come or last_answer.status == 200):
+                        self._refuse(*attach_fault(last_answer, last_answer))
                     await asyncio.sleep(0.2)
         except TimeoutError as err:
             raise EngineError(
@@ -183,10 +182,8 @@ class SglangMemory:
     was done the server counts as lost: no call is repeated in the hope that it did not arrive.
     """
 
-    def __init__(self, http: SglangHttp, *, call_s: float) -> None:
-        """`call_s`: how long one release or resume may take."""
+    def __init__(self, http: SglangHttp) -> None:
         self._http = http
-        self._call_s = call_s
         self._off: set[Tag] = set()
         self._bytes: dict[Tag, int] = {}
         self._unknown = ""
@@ -227,20 +224,16 @@ class SglangMemory:
         EngineError when it is not idle in time: releasing would end it."""
         try:
             async with asyncio.timeout(within_s):
-                while not await self._flushed():
+                while True:
+                    with suppress(RequestRefused):  # 400: not idle
+                        await self._http.post("/flush_cache", {})
+                        return
                     await asyncio.sleep(IDLE_EVERY_S)
         except TimeoutError as err:
             raise EngineError(
                 f"{self._http.place}: was not idle within {within_s:g} s after all requests were aborted",
                 remedy="another client sends it requests; leave the server to this run",
             ) from err
-
-    async def _flushed(self) -> bool:
-        try:
-            await self._http.post("/flush_cache", {})
-        except RequestRefused:  # 400: not idle
-            return False
-        return True
 
     async def release(self, tags: Collection[Tag]) -> None:
         """Have the memory of these tags leave. Tags that are off already are not asked for again. The server must be
@@ -259,7 +252,7 @@ class SglangMemory:
         if not tags:
             return
         self._unknown = f"{path} of {', '.join(tags)} did not end well"
-        await self._http.post(path, {"tags": tags}, within_s=self._call_s)
+        await self._http.post(path, {"tags": tags})
         self._unknown = ""
         self._off = self._off | set(tags) if path.startswith("/release") else self._off - set(tags)
 

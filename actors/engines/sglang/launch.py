@@ -20,9 +20,9 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, raised_as
 from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
+from ....core.refs import unwrapped_group
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
@@ -70,16 +71,15 @@ class ServerCommand:
     log_path: Path
     key: str = "sglang"
     """Of the run file: what its arguments are by."""
-    log_start: int = 0
-    """Where in its log its own words begin."""
 
 
 class ServerProcess:
     """A running server. Built by `start_server`."""
 
-    def __init__(self, command: ServerCommand, process: Process) -> None:
-        """`process`: the server's subreaper, also the leader of its group."""
-        self._command = command
+    def __init__(self, command: ServerCommand, process: Process, log_start: int) -> None:
+        """`process`: the server's subreaper, also the leader of its group. `log_start`: where in its log its own words
+        begin."""
+        self._command, self._log_start = command, log_start
         self._process = process
         self.pid = process.pid
 
@@ -96,7 +96,7 @@ class ServerProcess:
         """Say what it does while it loads, by its log, until cancelled."""
         text, last_doing = "", ""
         with self._command.log_path.open("rb") as log:
-            log.seek(self._command.log_start)
+            log.seek(self._log_start)
             while True:
                 text += log.read().decode(errors="replace")
                 doing = next((stage for pattern, stage in reversed(LOADING) if pattern.search(text)), "imports SGLang")
@@ -153,24 +153,14 @@ async def start_server(server_command: ServerCommand) -> ServerProcess:
         server_command.log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(server_command.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
     command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *server_command.command)
-    server_command = replace(server_command, log_start=os.fstat(log).st_size)
+    log_start = os.fstat(log).st_size
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=DEVNULL, stdout=log, stderr=log, env=dict(server_command.env), start_new_session=True
         )
     finally:
         os.close(log)
-    return ServerProcess(server_command, process)
-
-
-@asynccontextmanager
-async def unwrapped_group() -> AsyncGenerator[asyncio.TaskGroup]:
-    """Its first error is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    return ServerProcess(server_command, process, log_start)
 
 
 LOOPBACK = "127.0.0.1"
@@ -232,17 +222,9 @@ class LaunchedSglang(SglangEngine):
         """Told what the server does while it loads."""
         self._http.explain = self._death_or
 
-    async def start(self) -> EngineInfo:
+    async def _connect(self) -> EngineInfo:
         """Start the server and wait until it serves. Raises ConfigError for arguments that the installed SGLang does
         not take, EngineError when it ends or does not answer in time, both with the last lines of its log."""
-        self._begin()
-        try:
-            return await self._start_server()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _start_server(self) -> EngineInfo:
         launch = self._launch
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
         with (
@@ -253,7 +235,9 @@ class LaunchedSglang(SglangEngine):
             self.bootstrap_port, place = second_port if launch.kind == "prefill" else 0, Path(folder)
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
             arguments = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
-            command = (launch.python, "-m", MODULE, *arguments, "--config", str(_write_keys(key, place)))
+            keys = place / "keys.yaml"  # of a folder of this user alone: on the command line everybody could read them
+            keys.write_bytes(orjson.dumps({"api-key": key, "admin-api-key": key}))  # JSON is YAML, which SGLang reads
+            command = (launch.python, "-m", MODULE, *arguments, "--config", str(keys))
             env = hide_megatron(self._env, place)
             server = await start_server(ServerCommand(self._options.name, command, env, launch.log_path, launch.key))
             self._server = server
@@ -261,19 +245,16 @@ class LaunchedSglang(SglangEngine):
             async with unwrapped_group() as group:
                 watch = group.create_task(self._fail_when_ended(server, "while it was loading"))
                 loading = group.create_task(server.tell_loading(self.on_loading))
-                info = await self._connect_to(server)
+                try:
+                    info = await super()._connect()
+                except EngineError as err:
+                    raise EngineError(
+                        f"{err.message}; the last lines of its log:{server.last_lines()}",
+                        remedy=f"see {launch.log_path}; raise engine.start_s if it only needs longer",
+                    ) from err
                 watch.cancel()
                 loading.cancel()
         return info
-
-    async def _connect_to(self, server: ServerProcess) -> EngineInfo:
-        try:
-            return await self._connect()
-        except EngineError as err:
-            raise EngineError(
-                f"{err.message}; the last lines of its log:{server.last_lines()}",
-                remedy=f"see {self._launch.log_path}; raise engine.start_s if it only needs longer",
-            ) from err
 
     async def _fail_when_ended(self, server: ServerProcess, doing: str) -> None:
         raise server.death(await server.until_ended(), doing)
@@ -336,7 +317,7 @@ def server_values(
         "max_running_requests": launch.max_running,
         **needs.own_arguments(),
     }
-    our_values |= SAVER_FIELDS if launch.expects is not None else {}
+    our_values |= {"enable_memory_saver": True} if launch.expects is not None else {}
     our_values |= {"context_length": launch.context_length} if launch.context_length else {}
     our_values |= {} if launch.num_devices else {"device": "cpu"}
     our_values |= {"base_gpu_id": launch.first_device} if launch.first_device else {}
@@ -366,14 +347,6 @@ def server_env(base: Mapping[str, str], python: str, *, has_gpus: bool) -> dict[
     return env
 
 
-def _write_keys(key: str, place: Path) -> Path:
-    """A file that only this user can read: on the command line everybody could. JSON is YAML, which SGLang reads."""
-    path = place / "keys.yaml"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(orjson.dumps({"api-key": key, "admin-api-key": key}))
-    return path
-
-
 PAIR_ENV: Mapping[str, str] = {
     "SGLANG_HOST_IP": LOOPBACK,
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "3600",
@@ -381,8 +354,6 @@ PAIR_ENV: Mapping[str, str] = {
 }
 """Of prefill and decode servers, unless set otherwise. By itself SGLang offers caches to the network, and gives up
 requests that wait for five minutes: for room in a decode server, or through a pause. A server's end is noticed here."""
-SAVER_FIELDS: Mapping[str, Any] = {"enable_memory_saver": True}
-"""ServerArgs of servers whose memory can be taken back."""
 SAVER_ENV: Mapping[str, str] = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "NCCL_GRAPH_REGISTER": "0"}
 """Without the first, captured graphs keep their memory. Without the second, NCCL may register what captured collectives
 of a server over several GPUs work on, and that memory leaves."""

@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 from ....core.errors import EngineError
 from ....core.messages import EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, TellsLoading
+from ....core.refs import all_or_first_error
 from ....core.weight_channel import WeightProgress
 from .engine import SglangEngine, commit_together
-from .launch import LOOPBACK, unwrapped_group
+from .launch import LOOPBACK
 
 ROOM_BITS = 62
 """Of the number of a request; servers keep it as a signed one of 64 bits."""
@@ -51,9 +52,7 @@ class PairedSglang:
 
     async def _each(self, work: Callable[[SglangEngine], Coroutine[Any, Any, T]]) -> list[T]:
         """Of all servers at once; the first error ends the others, and is raised as it is."""
-        async with unwrapped_group() as group:
-            tasks = [group.create_task(work(engine)) for engine in self._all]
-        return [task.result() for task in tasks]
+        return await all_or_first_error(work(engine) for engine in self._all)
 
     async def start(self) -> EngineInfo:
         """Start all servers; raises as one of them does, and then none is left."""

@@ -225,7 +225,7 @@ class SglangNeeds:
         has_modules = {"all", "all-linear"} & names or set(self.adapted) <= names
         is_enough = has_modules and (not isinstance(rank, int) or rank >= self.adapter_rank)
         if self.adapter_rank and not (facts.get("enable_lora") is True and is_enough):
-            expected = " ".join(command_line({key: self.own_arguments()[key] for key in ADAPTER_ARGUMENTS}))
+            expected = " ".join(command_line(self.own_arguments() | {"skip_tokenizer_init": False}))
             raise ConfigError(
                 f"{place}: cannot hold the run's adapters",
                 remedy=f'start it with {expected}, or set lora.rollout = "merged"',
@@ -254,4 +254,3 @@ NO_NEEDS = SglangNeeds()
 KEPT_BY_TOKENS = ("hicache_storage_backend", "enable_lmcache", "enable_flexkv")
 STORED_BY_KEY = [0, 5, 23]
 """SGLang that keeps apart there what requests keep apart by `extra_key`."""
-ADAPTER_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")

@@ -33,19 +33,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ....core.config.run import LOCAL_HOSTS
 from ....core.errors import CallError, EngineError, MyxaError, RequestRefused, WeightsRefused, raised_as
 from ....core.messages import WeightManifest
 from ....core.protocols import WeightSenders
+from ....core.refs import all_or_first_error
 from ....core.samples import NO_VERSION
 from ....core.weight_channel import Bucket, JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
 from ....transport.address import in_url
@@ -56,25 +58,26 @@ from .server_args import guesses_by
 from .wire import version_number
 
 
-class WeightRoute(Protocol):
+class WeightRoute(ABC):
     """One channel into one server."""
 
-    @property
-    def beacon(self) -> Beacon:
+    def __init__(self, server: SglangHttp) -> None:
+        self._server = server
+        self.beacon = Beacon()
         """How far it is."""
-        ...
 
+    @abstractmethod
     async def prepare(self, manifest: WeightManifest) -> None:
         """Everything that can be done while the old weights serve: join groups, check or stage bytes."""
 
+    @abstractmethod
     async def load(self, manifest: WeightManifest) -> bool:
         """Bring the prepared version in and have the server announce it (`weight_version`); the server is paused. True:
         its answer said that it does. Otherwise it has to be asked, which costs a round trip in the pause. Raises
         WeightsRefused only if the old weights are certainly whole: generation then continues with them. After any other
         error the server stays paused, because its weights are unknown."""
-        ...
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 -- most hold nothing
         """Leave groups, free staging; never raises. A later version may come by it all the same."""
 
 
@@ -87,13 +90,12 @@ def announces(answer: Mapping[str, Any], version: int) -> bool:
     return f"Weight version updated to {version}." in f"{answer.get('message')}."
 
 
-class FolderRoute:
+class FolderRoute(WeightRoute):
     """Channel "disk": the server reads a folder of safetensors itself (`update_weights_from_disk`)."""
 
     def __init__(self, server: SglangHttp) -> None:
-        self._server = server
+        super().__init__(server)
         self._has_read = False
-        self.beacon = Beacon()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Check that the version is a whole folder with an absolute path, and with the first one every byte."""
@@ -135,9 +137,6 @@ class FolderRoute:
         return kind(
             f"{self._server.place}: refused weight version {manifest.version}: {why}", remedy="see the server's log"
         )
-
-    async def close(self) -> None:
-        """Nothing is held."""
 
 
 class AdapterRoute(FolderRoute):
@@ -285,16 +284,15 @@ def device_routes(senders: WeightSenders, options: DeviceRouteOptions) -> Routes
     return routes
 
 
-class _DeviceRoute:
+class _DeviceRoute(WeightRoute):
     """What both have."""
 
     def __init__(self, server: SglangHttp, senders: WeightSenders, options: DeviceRouteOptions) -> None:
-        self._server = server
+        super().__init__(server)
         self._senders = senders
         self._options = options
         self._facts: Mapping[str, Any] = {}
         self._has_sessions = False
-        self.beacon = Beacon()
 
     async def _num_ranks(self) -> int:
         """Processes of the server that take part: its tensor-parallel ranks."""
@@ -365,8 +363,8 @@ class GroupRoute(_DeviceRoute):
     async def prepare(self, manifest: WeightManifest) -> None:
         """Plans, and groups where there are none yet."""
         senders = _senders_of(manifest)
-        await _together([self._look(), *(self._ask(sender, manifest.version) for sender in senders)])
-        await _together(self._join(sender) for sender in senders if sender not in self._channels)
+        await all_or_first_error([self._look(), *(self._ask(sender, manifest.version) for sender in senders)])
+        await all_or_first_error(self._join(sender) for sender in senders if sender not in self._channels)
 
     async def _look(self) -> None:
         """Is it the server that we loaded? Another incarnation does not announce our version."""
@@ -444,7 +442,7 @@ class GroupRoute(_DeviceRoute):
         """Everything; whether the server's last answer says that it bears the version."""
         is_alone = len(senders) == 1
         async with self._session():
-            announced = await _together(self._take(sender, version, is_alone=is_alone) for sender in senders)
+            announced = await all_or_first_error(self._take(sender, version, is_alone=is_alone) for sender in senders)
         if is_alone:
             return announced[0]
         body = {"new_version": str(version), "abort_all_requests": False}
@@ -455,11 +453,11 @@ class GroupRoute(_DeviceRoute):
     async def _take(self, sender: str, version: int, *, is_alone: bool) -> bool:
         """One sender's part: its broadcasts here, the server's receptions there; whether the version is announced."""
         order = SendOrder(channel=self._channels[sender], version=version, timeout_s=self._options.send_s)
-        both: list[Awaitable[object]] = [
+        both: list[Coroutine[Any, Any, object]] = [
             self._named("send", sender, self._senders.ask(sender, order)),
             self._receive(sender, order, is_alone=is_alone),
         ]
-        return (await _together(both))[1] is True
+        return (await all_or_first_error(both))[1] is True
 
     async def _receive(self, sender: str, order: SendOrder, *, is_alone: bool) -> bool:
         plan, digests = self._plans[sender]
@@ -533,11 +531,9 @@ class HandleRoute(_DeviceRoute):
     async def _share(self, givers: list[str], version: int) -> None:
         counts, takes = Counter(givers), self._takes_parameters()
 
-        def request(count: int) -> ShareRequest:
-            return ShareRequest(version=version, num_ranks=count, takes_parameters=takes)
-
-        replies = await _together(
-            self._named("share", sender, self._senders.ask(sender, request(count))) for sender, count in counts.items()
+        replies = await all_or_first_error(
+            self._named("share", sender, self._senders.ask(sender, ShareRequest(version, count, takes)))
+            for sender, count in counts.items()
         )
         self._bodies = []
         for of_bucket in zip(*(reply.payloads for reply in replies), strict=True):
@@ -554,9 +550,6 @@ class HandleRoute(_DeviceRoute):
             answer = await self._update("/update_weights_from_tensor", bodies, manifest.location)
         return announces(answer, manifest.version)
 
-    async def close(self) -> None:
-        self._bodies = []
-
 
 def _senders_of(manifest: WeightManifest) -> list[str]:
     return manifest.location.split(",")
@@ -571,15 +564,3 @@ def _require(answer: Mapping[str, Any], place: str, part: str, *, digest: str = 
             f"{place}: {part}: digest {answer['digest']} arrived, {digest} was sent",
             remedy="the transfer is repeated; if it happens again, look at the network",
         )
-
-
-async def _together(jobs: Iterable[Awaitable[T]]) -> list[T]:
-    """All at once, answers in their order; the first error ends the others, and is raised as it is once they have
-    ended."""
-    running = [asyncio.ensure_future(job) for job in jobs]  # noqa: TID251 -- awaited here, below
-    try:
-        return await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)

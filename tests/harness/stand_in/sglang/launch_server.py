@@ -1,7 +1,7 @@
 """`python -m sglang.launch_server` for tests that launch servers: SGLang's name, flags, config file and routes.
 
 STAND_IN_FAULT, words between spaces: "crash" (while loading), "child" (leaves a process of its own behind that knows
-nothing of its parent's end).
+nothing of its parent's end), "spans" (without an engine inside: it tells which version each token is of at once).
 STAND_IN_LIGHT=1: no engine inside, see tests/harness/fake_sglang.py.
 STAND_IN_ACCESS_LOG=1: every answered request is noted, as by the real one.
 """
@@ -37,6 +37,7 @@ async def run_light(args: argparse.Namespace, stopped: asyncio.Event) -> None:
     facts = {"context_length": args.context_length or 128, "max_running_requests": args.max_running_requests}
     mode = args.disaggregation_mode if args.disaggregation_mode != "null" else ""
     fake = FakeSglang(key=args.admin_api_key or "", facts=facts, mode=mode)
+    fake.tells_spans = "spans" in os.environ.get("STAND_IN_FAULT", "")
     async with serving(fake.handle, args.port), serving(fake.rooms, args.disaggregation_bootstrap_port or 0):
         print("the server is fired up", flush=True)
         await stopped.wait()
