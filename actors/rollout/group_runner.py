@@ -574,8 +574,8 @@ class GroupRunner:
         """Whether the last ids that the model was given open one."""
         mask = sample.loss_mask.tobytes()
         start = mask.rfind(0, 0, mask.rfind(1) + 1) + 1
-        given = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
-        return begins_in_thought(self.tokenizer, given.tolist())
+        context_ids = np.concatenate([sample.prompt_ids[-MARK_IDS:], sample.response_ids[:start]])
+        return begins_in_thought(self.tokenizer, context_ids.tolist())
 
     async def _timed_reward(self, scoring: Awaitable[T], members: Sequence[GroupMember]) -> T:
         waits = [(member.timeline, member.timeline.begin("reward")) for member in members]

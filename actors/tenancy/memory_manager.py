@@ -132,10 +132,10 @@ class MemoryManager(MemoryContract):
 
     async def on_peer(self, event: PeerEvent) -> None:
         """What an incarnation said last does not count once it is gone."""
-        known = self._leases.reports.get(event.name)
-        if known is not None and (
-            (event.kind == "down" and known.epoch <= event.epoch)
-            or (event.kind == "restarted" and known.epoch < event.epoch)
+        report = self._leases.reports.get(event.name)
+        if report is not None and (
+            (event.kind == "down" and report.epoch <= event.epoch)
+            or (event.kind == "restarted" and report.epoch < event.epoch)
         ):
             del self._leases.reports[event.name]
 

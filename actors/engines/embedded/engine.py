@@ -363,13 +363,13 @@ class EmbeddedEngine:
 
     async def prepare_weights(self, manifest: WeightManifest) -> None:
         """Copy a published version beside the one that is served. Raises EngineError naming what is wrong with it."""
-        what = f"weight version {manifest.version}"
+        name = f"weight version {manifest.version}"
 
         def load(weights: DecoderWeights) -> None:
-            place = f"{what} from {manifest.channel}"
+            place = f"{name} from {manifest.channel}"
             self._beacon.step(f"{place}: digest", is_counted=False)
             with read_version(manifest) as tensors:
-                weights.load(Counted(tensors, self._beacon, place), what)
+                weights.load(Counted(tensors, self._beacon, place), name)
 
         await self.prepare(manifest.version, load)
 
@@ -388,9 +388,9 @@ class EmbeddedEngine:
             state = self._started()
             weights, prepared = state.spare, state.prepared
             if weights is None or prepared != version:
-                has = "nothing" if prepared is None else f"version {prepared}"
+                held = "nothing" if prepared is None else f"version {prepared}"
                 raise EngineError(
-                    f"{self._place}: version {version} cannot be committed, {has} is prepared",
+                    f"{self._place}: version {version} cannot be committed, {held} is prepared",
                     remedy="call prepare_weights with its manifest first",
                 )
             # From here on the spare set may be the served one, whether or not our caller waits for the answer.

@@ -102,9 +102,9 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
         raise RequestRefused(f"{name}: the prompt is empty", remedy="send at least one token")
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
+        outside_id = lowest if lowest < 0 else highest
         raise RequestRefused(
-            f"{name}: token id {wrong} is outside the vocabulary [0, {vocab_size})",
+            f"{name}: token id {outside_id} is outside the vocabulary [0, {vocab_size})",
             remedy="encode the prompt with the tokenizer of the engine's own model folder",
         )
     fault, remedy = sampling_fault(sampling)
@@ -182,9 +182,9 @@ def draw(logits: Tensor, rows: Records, numbers: F64, *, tells_kept: bool = Fals
     cut = np.flatnonzero(((rows["top_p"] < 1) | (rows["top_k"] > 0) | (rows["min_p"] > 0)) & ~greedy)
     if cut.size:
         index = as_tensor(cut)
-        ids[index], left, orders, stays = _draw_cut(masses[index], totals[index], thresholds[index], rows[cut])
+        ids[index], masses_left, orders, stays = _draw_cut(masses[index], totals[index], thresholds[index], rows[cut])
         if tells_kept:
-            totals = totals.index_copy(0, index, left)
+            totals = totals.index_copy(0, index, masses_left)
             kept = {row: orders[i][stays[i]].int().numpy() for i, row in enumerate(cut.tolist())}
     if bool(greedy.any()):
         index = as_tensor(np.flatnonzero(greedy))

@@ -107,10 +107,10 @@ class ServerSampling:
                 "--enable-deterministic-inference",
                 remedy="use top_p or top_k, or start it without",
             )
-        wrong = next((name for name in NOT_WITH_GUESSES if getattr(sampling, name) != getattr(AT_REST, name)), "")
-        if wrong and self.has_guesses:
+        penalty = next((name for name in NOT_WITH_GUESSES if getattr(sampling, name) != getattr(AT_REST, name)), "")
+        if penalty and self.has_guesses:
             raise RequestRefused(
-                f"{place}: {wrong} is {getattr(sampling, wrong):g}, and servers that guess tokens draw otherwise",
+                f"{place}: {penalty} is {getattr(sampling, penalty):g}, and servers that guess tokens draw otherwise",
                 remedy="leave it out, or start it without --speculative-algorithm",
             )
         if sampling.min_new_tokens:
@@ -491,9 +491,9 @@ class SglangEngine:
         manifest, self._prepared = self._prepared, None
         if manifest is not None and manifest.version == version:
             return manifest
-        has, self._prepared = "nothing" if manifest is None else f"version {manifest.version}", manifest
+        held, self._prepared = "nothing" if manifest is None else f"version {manifest.version}", manifest
         raise EngineError(
-            f"{self._place}: version {version} cannot be committed, {has} is prepared",
+            f"{self._place}: version {version} cannot be committed, {held} is prepared",
             remedy="call prepare_weights with its manifest first",
         )
 

@@ -178,7 +178,9 @@ class AdapterRoute(FolderRoute):
                 "that named them run, ended in its queue, or lost their client",
                 remedy="restart the server",
             )
-        for name in [one for one, count in self._num_requests.items() if one and not count and one != self._current]:
+        for name in [
+            name for name, count in self._num_requests.items() if not count and name not in ("", self._current)
+        ]:
             self.beacon.step(f"unloads {name}", is_counted=False)
             with suppress(RequestRefused):  # a server that was started again has none
                 await self._server.post("/unload_lora_adapter", {"lora_name": name})

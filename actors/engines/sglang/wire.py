@@ -324,8 +324,8 @@ def routed_experts(encoded: object, choices: ExpertChoices, num_tokens: int) -> 
         raise ValueError(f"{len(text)} characters, not the {expected} of [tokens, layers, top_k] = {list(shape)}")
     table = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(shape)
     ids = table[:, list(choices.layers)]
-    if wrong := choices.wrong_ids(ids):
-        raise ValueError(wrong)
+    if fault := choices.wrong_ids(ids):
+        raise ValueError(fault)
     return choices.packed(ids)
 
 
