@@ -31,9 +31,13 @@ def test_bytes_of_a_known_model():
 
 
 def test_plenty_of_memory_gives_what_was_asked_for():
-    plan = plan_engine(SHAPE, dtype="bfloat16", max_running=64, context_length=512, available_bytes=64 * GIB, share=0.6)
-    assert (plan.num_slots, plan.context_length) == (64, 512)
-    assert plan.weight_bytes + plan.kv_bytes <= 0.6 * 64 * GIB
+    """0 asks for the model's own context."""
+    for length, own in ((512, 512), (0, 40960)):
+        plan = plan_engine(
+            SHAPE, dtype="bfloat16", max_running=2, context_length=length, available_bytes=64 * GIB, share=0.6
+        )
+        assert (plan.num_slots, plan.context_length) == (2, own)
+        assert plan.weight_bytes + plan.kv_bytes <= 0.6 * 64 * GIB
 
 
 def test_scarce_memory_gives_the_most_slots_that_fit():
@@ -42,11 +46,6 @@ def test_scarce_memory_gives_the_most_slots_that_fit():
     slot = kv_bytes(SHAPE, "float32", num_slots=1, context_length=4096)
     assert 1 <= plan.num_slots < 64
     assert plan.weight_bytes + plan.kv_bytes <= room < plan.weight_bytes + plan.kv_bytes + slot
-
-
-def test_zero_means_the_models_own_context():
-    plan = plan_engine(SHAPE, dtype="bfloat16", max_running=1, context_length=0, available_bytes=64 * GIB, share=0.6)
-    assert plan.context_length == 40960
 
 
 @pytest.mark.parametrize(

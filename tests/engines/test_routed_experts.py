@@ -91,17 +91,14 @@ def test_what_no_router_can_have_chosen_is_an_error_that_names_place_cause_and_r
     assert "--enable-return-routed-experts" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("told", "num_kept"), [(as_sglang(GOOD), 2), (None, 0), (as_sglang(GOOD[:2]), 0)])
-def test_of_an_aborted_answer_stays_what_has_its_experts(told: Any, num_kept: int):
+@pytest.mark.parametrize(("new_ids", "told", "num_kept"), [
+    ([1, 2], as_sglang(GOOD), 2), ([1, 2], None, 0), ([1, 2], as_sglang(GOOD[:2]), 0), ([], as_sglang(GOOD), 0),
+])  # fmt: skip
+def test_of_an_aborted_answer_stays_what_has_its_experts(new_ids: list[int], told: Any, num_kept: int):
+    """Of a prompt that is not through no token has any."""
     held = HeldTokens("here", 4, CHOICES, (1, 4))
-    (delta,) = held.feed(chunk([1, 2], finish="abort", routed_experts=told))
+    (delta,) = held.feed(chunk(new_ids, finish="abort", routed_experts=told))
     assert (delta.finish, len(delta.output_ids), delta.experts is not None) == ("abort", num_kept, num_kept > 0)
-
-
-def test_a_prompt_that_is_not_through_has_no_experts():
-    held = HeldTokens("here", 4, CHOICES, (1, 6))
-    (delta,) = held.feed(chunk([], finish="abort", routed_experts=as_sglang(GOOD)))
-    assert delta.experts is None
 
 
 def episode(engine: SglangEngine, recorded: Sequence[Sample] = (), **sampling: Any) -> Episode:

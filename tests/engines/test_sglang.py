@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from aiohttp import web
 from tests.engines.contract import ask, collect, later
@@ -64,11 +63,25 @@ async def test_facts_the_server_does_not_tell_come_from_the_settings():
 
 
 async def test_no_request_is_longer_than_the_server_reads_and_writes(caplog: pytest.LogCaptureFixture):
-    """SGLang keeps six tokens of its context, and has room for what its cache holds."""
+    """SGLang keeps six tokens of its context, or those of its drafts, and has room for what its cache holds."""
     for facts, longest, is_told in (
         ({"context_length": 100, "max_req_input_len": 94}, 94, False),
         ({"context_length": 400, "max_req_input_len": 394}, 128, False),
         ({"context_length": 128, "max_req_input_len": 60, "page_size": 5}, 50, True),
+        (
+            {
+                "context_length": 120,
+                "max_req_input_len": 114,
+                "model_path": "/m",
+                "speculative_algorithm": "EAGLE",
+                "speculative_draft_model_path": "/m",
+                "speculative_eagle_topk": 4,
+                "speculative_num_steps": 5,
+                "speculative_num_draft_tokens": 8,
+            },
+            100,
+            False,
+        ),
     ):
         settings = options(context_length=128 if facts["context_length"] > 100 else 0)
         caplog.clear()
@@ -272,17 +285,6 @@ async def test_weights_the_server_cannot_read_are_refused_at_prepare(tmp_path: P
         ):
             with pytest.raises(EngineError, match=says):
                 await engine.prepare_weights(wrong)
-
-
-async def test_tokens_without_spans_get_the_version_known_when_they_were_asked_for(folders):
-    """SGLang 0.5.17 tells one version per answer; a token is never stamped newer than it is."""
-    async with connected() as (engine, server):
-        await give(engine, 3, folders[0])
-        for version in ("3", "4"):
-            server.chunks = [chunk([5], 1), chunk([5, 6], 2, {"type": "length"}, weight_version=version)]
-            got = await collect(engine, ask(version, 3, max_new_tokens=5))
-            assert got.versions.tolist() == [3, 3]
-            assert np.allclose(got.logprobs, -1.0)
 
 
 async def test_a_server_left_paused_by_an_actor_that_died_serves_again_with_the_first_version(folders):

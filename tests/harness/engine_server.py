@@ -39,7 +39,7 @@ from myxa.actors.engines.embedded.core import EmbeddedOptions, EngineCore
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.engines.embedded.model import DecoderWeights
 from myxa.actors.engines.sglang.wire import ALWAYS_SAID, LEFT_OUT_AT_REST
-from myxa.actors.models.hf_folder import open_weights
+from myxa.actors.models.hf_folder import open_weights, read_config
 from myxa.actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
@@ -86,7 +86,7 @@ class OwnAttention:
 async def scores(engine: EmbeddedEngine, ids: I32, first: int) -> F32:
     """Log-probs, float32 [T - first], of tokens `first` to the last, each given those before it, at temperature 1 under
     the weights that serve."""
-    if not 0 <= ids.min() <= ids.max() < engine.config.vocab_size:
+    if not 0 <= ids.min() <= ids.max() < (await engine.info()).vocab_size:
         raise RequestRefused("a token id is outside the vocabulary", remedy="send others")
     if first >= len(ids):
         return np.zeros(0, np.float32)
@@ -241,7 +241,7 @@ class EngineServer(SglangRoutes):
         return {
             "model_path": str(self._folder),
             "weight_version": str((await self._engine.info()).version),
-            "model_type": self._engine.config.model_type,
+            "model_type": read_config(self._folder).model_type,
         }
 
     async def _server_info(self, body: Body) -> Body:

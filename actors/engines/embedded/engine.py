@@ -446,11 +446,6 @@ class EmbeddedEngine:
 
     # -- questions
 
-    @property
-    def config(self) -> ModelConfig:
-        """Of the folder it serves. Raises EngineError before `start`."""
-        return self._started().config
-
     async def info(self) -> EngineInfo:
         state = self._started()
         running, waiting, version = await state.thread.call(lambda c: (c.num_running, c.num_waiting, c.version))

@@ -44,7 +44,7 @@ from ....core.weight_channel import WeightProgress
 from ...http_client import stream_timeout
 from ..embedded.slots import check_request
 from .http_client import LEAST_LOOK_S, LOOK_S, SglangHttp, SglangMemory, refusal
-from .server_args import NO_NEEDS, SglangNeeds, guesses_by, stale_guesses
+from .server_args import NO_NEEDS, SglangNeeds, guesses_by, reserved_tokens, stale_guesses
 from .weight_routes import AdapterRoute, Routes, WeightRoute, folder_routes
 from .wire import AT_REST, EMPTY, HeldTokens, request_body, version_number, whole_number
 
@@ -234,7 +234,8 @@ class SglangEngine:
         if self._memory is not None:
             self._memory.check(facts)
         served_length = whole_number(facts, "context_length", "max_model_len")
-        self._context_length = self._context_length or served_length or self._options.model_context_length
+        served_length = served_length or self._options.model_context_length or self._context_length
+        self._context_length = min(self._context_length or served_length, served_length - reserved_tokens(facts))
         if longest := whole_number(facts, "max_req_input_len"):
             if longest + LENGTH_RESERVE < self._context_length:
                 longest = max(longest - 2 * whole_number(facts, "page_size"), 1)

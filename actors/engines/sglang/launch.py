@@ -35,7 +35,7 @@ from ....core.device_memory import TagReport
 from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, raised_as
 from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
-from ....core.refs import unwrapped_group
+from ....core.refs import all_or_first_error, unwrapped_group
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
@@ -272,9 +272,7 @@ class LaunchedSglang(SglangEngine):
         """Waits; raises EngineError as soon as the server ended, or was silent for too long."""
         server = self._server
         assert server is not None
-        async with unwrapped_group() as group:
-            group.create_task(self._fail_when_ended(server, "while it served"))
-            group.create_task(super().until_lost())
+        await all_or_first_error([self._fail_when_ended(server, "while it served"), super().until_lost()])
 
     async def close(self) -> None:
         """End the server and everything it started. Never raises."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from ....core.config.servers import NOT_WITH_ADAPTERS, OFF, ServerShape, guesser, speculation_conflicts
 from ....core.errors import ConfigError
 from ....core.weight_channel import WRITTEN_CHANNELS
-from .wire import ALWAYS_SAID
+from .wire import ALWAYS_SAID, whole_number
 
 MODULE = "sglang.launch_server"
 
@@ -139,6 +139,13 @@ def guesses_by(values: Mapping[str, Any]) -> Guesses:
     return "layers" if has_own_layers and not values.get("enable_multi_layer_eagle") else "model"
 
 
+def reserved_tokens(facts: Mapping[str, Any]) -> int:
+    """Of a server's context, those that SGLang 0.5.17 keeps for drafts: it refuses a request that needs them."""
+    width, depth = (whole_number(facts, f"speculative_{name}") for name in ("eagle_topk", "num_steps"))
+    num_drafts = max(width * depth, whole_number(facts, "speculative_num_draft_tokens"))
+    return num_drafts if guesses_by(facts) in ("layers", "model") else 0
+
+
 def check_guesses(values: Mapping[str, Any], channel: str) -> None:
     """Raises ConfigError where new weights cannot come by this channel (`weights.channel`; empty: none come)."""
     by = guesses_by(values)
@@ -233,7 +240,7 @@ class SglangNeeds:
 
     def _arguments_against(self, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """ServerArgs that the run does not go with, and why."""
-        preferred, replicas = facts.get("preferred_sampling_params"), facts.get("dp_size")
+        preferred = facts.get("preferred_sampling_params")
         names = set(cast("dict[str, Any]", preferred)) - set(ALWAYS_SAID) if isinstance(preferred, dict) else ()
         if names:
             yield "preferred_sampling_params", f"it would set {', '.join(sorted(names))} of requests that say none"
@@ -246,7 +253,7 @@ class SglangNeeds:
         if facts.get("tokenizer_worker_num", 1) not in (0, 1):
             yield "tokenizer_worker_num", "of several processes, one alone hears of a new weight version"
         is_written = self.channel in WRITTEN_CHANNELS or facts.get("enable_dp_attention")
-        if not is_written and isinstance(replicas, int) and replicas > 1:
+        if not is_written and whole_number(facts, "dp_size") > 1:
             yield "dp_size", f'SGLang takes weights from devices (weights.channel = "{self.channel}") into one replica'
 
 

@@ -55,7 +55,7 @@ from ...weights.beacon import Beacon
 from ...weights.channels.host import check_adapter, read_folder
 from .http_client import SglangHttp
 from .server_args import guesses_by
-from .wire import version_number
+from .wire import version_number, whole_number
 
 
 class WeightRoute(ABC):
@@ -302,8 +302,7 @@ class _DeviceRoute(WeightRoute):
             answer = await self._server.answer(BEGIN, self._options.join_s)
             self._has_sessions = answer.status == HTTPStatus.METHOD_NOT_ALLOWED  # a GET of what wants a POST
             self._facts = await self._server.get("/server_info")
-        size = self._facts.get("tp_size", 1)
-        return size if isinstance(size, int) and size > 0 else 1
+        return whole_number(self._facts, "tp_size") or 1
 
     def _runners(self) -> Mapping[str, Any]:
         """Whose weights are updated, in the words of 0.5.17 and of 0.5.23: a draft model keeps its own."""
