@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tests.harness.manifests import manifest_of
 from tests.harness.waiting import until
+from tests.harness.waits import waits
 from tests.knobs.coordinator_room import WHO, Room, open_room
 from tests.knobs.knob_maker import FIRST, Desk, make_desk
 
 from myxa.actors.buffer.knobs import BufferKnobs, BufferLimits, BufferValues
 from myxa.actors.contracts import CoordinatorContract, RolloutContract
+from myxa.actors.coordinator import knob_conductor
 from myxa.actors.coordinator.audit import read_audit
 from myxa.actors.knobs.owner import OwnsKnobs
 from myxa.actors.ledger.file import Terms
@@ -98,7 +100,10 @@ def restored(room: Room) -> list[tuple[Mapping[str, Any], int]]:
     ]
 
 
-async def test_values_of_actors_that_join_later_and_of_numbers_that_come_later(tmp_path: Path) -> None:
+async def test_values_of_actors_that_join_later_and_of_numbers_that_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knob_conductor, "TIMEOUTS", waits(coordinator={"appear_s": 1.0}))  # one knob has no owner
     live = kept(
         live_knob("room", 2, 3), live_knob("level", "DEBUG", 3), LiveKnob(name="gone", value=1, first=0, epoch=2, at=0),
         live_knob("lr", 3e-3, 5, at=3), live_knob("lr", 4e-3, 7, at=9), live_knob("clip", 0.3, 8, at=9),

@@ -26,6 +26,7 @@ from myxa.launch.cli import main
 from myxa.launch.control.client import ControlClient
 from myxa.launch.control.server import Handler, ServerLimits
 from myxa.launch.control.verbs import STACK, Verb
+from myxa.launch.web import dashboard
 from myxa.launch.web.dashboard import ASSETS, METRICS_KEY_VARIABLE, SECURITY_HEADERS, TOKEN_HEADER, prometheus_text
 
 PATIENCE_S = 20.0
@@ -153,7 +154,13 @@ async def test_with_operate_and_the_secret_a_knob_is_turned(planting, seat) -> N
         assert seat.values == {**planting.FIRST, "lr": 5e-5}
 
 
-async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat) -> None:
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_EVERY_S", "CHARTS_EVERY_S"):
+        monkeypatch.setattr(dashboard, name, 0.2)
+
+
+async def test_the_page_is_told_of_every_change_as_it_happens(planting, seat, quick_looks) -> None:
     async with served(planting, seat, operate=True) as visit, asyncio.timeout(PATIENCE_S):
         first = await visit.state()
         assert first["history"]["series"]
@@ -208,7 +215,7 @@ async def test_the_verb_opens_one_door_with_a_secret_for_each_right(planting, se
     assert not file.exists(), "the secret goes with the run"
 
 
-async def test_what_a_run_does_not_tell_any_more_stays_on_show(planting, seat) -> None:
+async def test_what_a_run_does_not_tell_any_more_stays_on_show(planting, seat, quick_looks) -> None:
     async with served(planting, seat) as visit, asyncio.timeout(PATIENCE_S):
         assert (await visit.state())["state"]["phase"] == "running"
         seat.phase = "finished"
