@@ -38,7 +38,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "attention_output_gate", "experimental_attention_variant", "linear_attention_freq",
         "activation_func_clamp_value", "glu_linear_offset", "heterogeneous_block_specs", "fp8", "fp4",
         "fp32_residual_connection", "hybrid_context_parallel", "moe_input_jitter_eps",
-        "moe_router_force_load_balancing",
+        "moe_router_force_load_balancing", "moe_router_load_balancing_type", "moe_expert_capacity_factor",
     ),
     "ddp": (
         "use_distributed_optimizer", "average_in_collective", "use_megatron_fsdp", "use_custom_fsdp",
@@ -53,7 +53,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Fields that follow from the model folder or from other keys of the run file, that our layers and schedule do not
 read, or that would train something else: losses that Megatron adds by itself are not normalised like the policy's,
-dropout and noise make log-probs random."""
+dropout and noise make log-probs random, tokens dropped by experts make them depend on other sequences."""
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "transformer_engine": (
         "moe_permute_fusion", "moe_router_fusion", "fine_grained_activation_offloading",
