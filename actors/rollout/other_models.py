@@ -49,7 +49,7 @@ class ModelServer(ModelContract):
 
     async def _run(self) -> None:
         with self.ctx.busy(TIMEOUTS.rollout.start_s, "starts its engine"):
-            await self._engine.start()
+            self._context_length = (await self._engine.start()).context_length
         self._serves.set()
         self._book(0)
         self.ctx.spawn(self._gauge_forever(), name="model-gauges")
@@ -61,7 +61,12 @@ class ModelServer(ModelContract):
     async def answer(self, request: GenerateRequest) -> Delta:
         await self._serves.wait()
         self._num_asked += 1
-        request = replace(request, request_id=f"{self.ctx.name}.{self.ctx.epoch}.{self._num_asked}")
+        sampling, room = request.sampling, self._context_length - len(request.input_ids)
+        request = replace(
+            request,
+            request_id=f"{self.ctx.name}.{self.ctx.epoch}.{self._num_asked}",
+            sampling=sampling.for_rest(num_done=0, limit=max(min(sampling.max_new_tokens, room), 1)),
+        )
         self._book(1)
         try:
             stops = stops_of(request.sampling.stop, self._tokenizer)

@@ -111,6 +111,10 @@ async def test_it_answers_what_its_folder_says_and_stops_at_texts(folder: Path) 
         text = there.model.reached.tokenizer.decode(answers[0].output_ids.tolist(), skip_special=False)
         stopped = await there.ask(replace(GREEDY, stop=(text[3:6],)))
         assert stopped.finish == "stop" and len(stopped.output_ids) < 24
+        full = await there.ask(ids=np.ones(500, np.int32))
+        assert (len(full.output_ids), full.finish) == (12, "length"), (
+            "its server may have a shorter context than it says"
+        )
         with pytest.raises(UserCodeError, match='the model "critic" refused'):
             await there.ask(ids=np.ones(600, np.int32))
 

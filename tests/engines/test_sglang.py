@@ -63,11 +63,11 @@ async def test_facts_the_server_does_not_tell_come_from_the_settings():
 
 
 async def test_no_request_is_longer_than_the_server_reads_and_writes(caplog: pytest.LogCaptureFixture):
-    """SGLang keeps six tokens of its context, or those of its drafts, and has room for what its cache holds."""
+    """SGLang keeps seven tokens of its context, or those of its drafts, and has room for what its cache holds."""
     for facts, longest, is_told in (
-        ({"context_length": 100, "max_req_input_len": 94}, 94, False),
+        ({"context_length": 100, "max_req_input_len": 94}, 93, False),
         ({"context_length": 400, "max_req_input_len": 394}, 128, False),
-        ({"context_length": 128, "max_req_input_len": 60, "page_size": 5}, 50, True),
+        ({"context_length": 128, "max_req_input_len": 61, "page_size": 5}, 50, True),
         (
             {
                 "context_length": 120,

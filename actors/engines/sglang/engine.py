@@ -73,9 +73,9 @@ class _Open:
 
 CALL_S = 120.0
 NOT_WITH_GUESSES = ("min_p", "min_new_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
-LENGTH_RESERVE = 6
+LENGTH_RESERVE = 7
 """Tokens of its context that SGLang 0.5.17 keeps: it refuses a prompt that reaches into them, and cuts an answer that
-would, without a word."""
+would, without a word. What is shorter another such server can score."""
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
 
@@ -236,7 +236,7 @@ class SglangEngine:
         served_length = whole_number(facts, "context_length", "max_model_len")
         served_length = served_length or self._options.model_context_length or self._context_length
         self._context_length = min(self._context_length or served_length, served_length - reserved_tokens(facts))
-        if longest := whole_number(facts, "max_req_input_len"):
+        if (longest := whole_number(facts, "max_req_input_len") - 1) > 0:
             if longest + LENGTH_RESERVE < self._context_length:
                 longest = max(longest - 2 * whole_number(facts, "page_size"), 1)
                 _log.warning(
