@@ -28,17 +28,11 @@ _SHARES = ("left_out", "flat", "all_right", "all_wrong")
 class _Outcome(NamedTuple):
     rewards: np.ndarray
     num_passed: int
+    left_out: bool
     flat: bool
     """All rewards are equal, what length costs aside; a single sample has nothing to be compared with."""
-    left_out: bool
-
-    @property
-    def all_right(self) -> bool:
-        return self.num_passed == len(self.rewards)
-
-    @property
-    def all_wrong(self) -> bool:
-        return not self.num_passed
+    all_right: bool
+    all_wrong: bool
 
 
 class FinishedGroups:
@@ -58,7 +52,10 @@ class FinishedGroups:
             return
         rewards, judged = group.rollout_rewards().astype(np.float64), group.task_rewards()
         is_flat = len(judged) > 1 and bool(judged.min() == judged.max())
-        outcome = _Outcome(rewards, int((judged >= self._pass_reward).sum()), is_flat, is_left_out)
+        passed = judged >= self._pass_reward
+        outcome = _Outcome(
+            rewards, int(passed.sum()), is_left_out, is_flat, bool(passed.all()), not bool(passed.any())
+        )
         self._since_step.append(outcome)
         self._newest.append(outcome)
 

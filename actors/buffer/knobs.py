@@ -153,17 +153,14 @@ class BufferKnobs(KnobOwner):
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._sources = first.sources
-        super().__init__(name, (self._knob(t) for t in buffer_tunables(filters, limits, self._sources)), telemetry)
+        values_are_put_together: Callable[[KnobValue], object] = lambda value: None
+        knobs = (
+            Knob(tunable, read=lambda name=tunable.name: getattr(self.values, name), use=values_are_put_together)
+            for tunable in buffer_tunables(filters, limits, self._sources)
+        )
+        super().__init__(name, knobs, telemetry)
         self.add((Knob(PAUSE_AT, read=lambda: self.pause_at, use=self._pause),))
         self._past_epoch = ledger.newest_epoch
-
-    def _knob(self, tunable: Tunable) -> Knob:
-        name = tunable.name
-        return Knob(
-            tunable,
-            read=lambda: getattr(self.values, name),
-            use=lambda value: None,  # all together, in `_put`
-        )
 
     @property
     def terms(self) -> Terms:
