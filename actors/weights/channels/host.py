@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from msgspec.structs import replace
 
-from ....core.errors import EngineError, MyxaError, TrainError
+from ....core.errors import ConfigError, EngineError, ModelError, MyxaError, TrainError
 from ....core.files import locked_scratch, remove_dead_scratch
 from ....core.host_memory import available_bytes
 from ....core.ids import LEADER
@@ -117,8 +117,10 @@ class ShmWeightWriter:
     def publish(self, version: int, tensors: Sequence[NamedArray]) -> WeightManifest:
         """Raises TrainError if there is no memory for it."""
         self.release(version)
-        specs, size = _laid_out(tensors)
-        free = available_bytes()
+        specs, size, free = list[TensorSpec](), 0, available_bytes()
+        for tensor in tensors:
+            specs.append(replace(tensor.spec, offset=size))
+            size += -(-tensor.spec.num_bytes // ALIGNMENT) * ALIGNMENT
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             if size > free:  # the kernel would give pages until it has to kill a process
@@ -138,7 +140,8 @@ class ShmWeightWriter:
         self._files[version] = descriptor
         return WeightManifest(
             version=version, channel="shm", location=f"/proc/{os.getpid()}/fd/{descriptor}",
-            num_bytes=sum(spec.num_bytes for spec in specs), tensors=specs, digest=digest_of(tensors), host=self.host,
+            num_bytes=sum(spec.num_bytes for spec in specs), tensors=tuple(specs), digest=digest_of(tensors),
+            host=self.host,
         )  # fmt: skip
 
     def release(self, version: int) -> None:
@@ -153,15 +156,6 @@ class ShmWeightWriter:
     def close(self) -> None:
         for version in list(self._files):
             self.release(version)
-
-
-def _laid_out(tensors: Sequence[NamedArray]) -> tuple[tuple[TensorSpec, ...], int]:
-    specs: list[TensorSpec] = []
-    offset = 0
-    for tensor in tensors:
-        specs.append(replace(tensor.spec, offset=offset))
-        offset += -(-tensor.spec.num_bytes // ALIGNMENT) * ALIGNMENT
-    return tuple(specs), offset
 
 
 @contextmanager
@@ -357,9 +351,7 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
             if reads_all:
                 _check(manifest, tensors)
             yield tensors
-    except EngineError:
-        raise
-    except MyxaError as err:
+    except (ConfigError, ModelError) as err:
         raise EngineError(
             f"cannot read weight version {manifest.version} from {folder}: {err.message}",
             remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
@@ -378,9 +370,7 @@ def check_adapter(manifest: WeightManifest) -> str:
                 raise EngineError(f"{path} holds other adapters than were published", remedy="do not write there")
             _check(manifest, tensors)
         return str(read_json(path.with_name(CONFIG), remedy="do not write there").get("base_model_name_or_path"))
-    except MyxaError as err:
-        if isinstance(err, EngineError):
-            raise
+    except ModelError as err:
         raise EngineError(f"cannot read {path}: {err.message}", remedy=err.remedy) from err
 
 
