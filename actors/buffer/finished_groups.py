@@ -53,9 +53,7 @@ class FinishedGroups:
         rewards, judged = group.rollout_rewards().astype(np.float64), group.task_rewards()
         is_flat = len(judged) > 1 and bool(judged.min() == judged.max())
         passed = judged >= self._pass_reward
-        outcome = _Outcome(
-            rewards, int(passed.sum()), is_left_out, is_flat, bool(passed.all()), not bool(passed.any())
-        )
+        outcome = _Outcome(rewards, int(passed.sum()), is_left_out, is_flat, bool(passed.all()), not bool(passed.any()))
         self._since_step.append(outcome)
         self._newest.append(outcome)
 

@@ -122,6 +122,10 @@ class BufferLimits:
     """Engines refuse requests with token ids from here on."""
 
 
+def _put_together(value: KnobValue) -> None:
+    """The values are put into force all at once, by `BufferKnobs.use`."""
+
+
 class BufferKnobs(KnobOwner):
     """The knobs of a buffer. A restarted buffer asks the coordinator for them."""
 
@@ -153,9 +157,8 @@ class BufferKnobs(KnobOwner):
         self._sampling = sampling
         self._vocab_size = limits.vocab_size
         self._sources = first.sources
-        values_are_put_together: Callable[[KnobValue], object] = lambda value: None
         knobs = (
-            Knob(tunable, read=lambda name=tunable.name: getattr(self.values, name), use=values_are_put_together)
+            Knob(tunable, read=lambda name=tunable.name: getattr(self.values, name), use=_put_together)
             for tunable in buffer_tunables(filters, limits, self._sources)
         )
         super().__init__(name, knobs, telemetry)
