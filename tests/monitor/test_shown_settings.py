@@ -20,7 +20,7 @@ def test_settings_are_plain_and_hold_no_secret() -> None:
                 "fn": "judge.py:f",
                 "args": {"api_key": "s3cret", "tolerance": 0.1, "deep": {"TOKEN": "s3cret"}},
             },
-            "engine": {"attach": ["http://me:s3cret@host:1"], "key_env": "FLEET"},
+            "engine": {"attach": ["http://me:s3cret@host:1"]},
             "roles": {"rollout": {"kind": "sglang", "env": {"HOME": "s3cret"}}},
             "monitor": {"sinks": ["wandb"], "options": {"wandb": {"project": "s3cret"}}},
         }
