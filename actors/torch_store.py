@@ -10,6 +10,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
+from ..transport.address import own_address_towards
+
 LOOPBACK_INTERFACE = "lo"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _BACKLOG = 4096
@@ -45,14 +47,6 @@ def keep_gloo_within(address: str) -> None:
     takes the host's own address otherwise. All groups of a process read the variable."""
     if not address or address == "localhost" or (_is_number(address) and ipaddress.ip_address(address).is_loopback):
         os.environ.setdefault(_GLOO_INTERFACE, LOOPBACK_INTERFACE)  # noqa: TID251 -- gloo reads nothing else
-
-
-def own_address_towards(address: str) -> str:
-    """This host's address on the interface by which `address` is reached. Raises OSError."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def own_address() -> str:

@@ -84,12 +84,6 @@ _NAME_BYTES = 15
 _IS_LINUX = sys.platform.startswith("linux")
 
 
-def see_ends_of_children() -> None:
-    """Some programs leave SIGCHLD ignored to those that they start: then the kernel forgets how children ended."""
-    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
 def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `sig` when the thread that started it ends; call it first. `parent_pid`: as the
     parent passed it; if that is gone already, this process ends here. Raises LaunchError where the kernel refuses."""
@@ -100,7 +94,7 @@ def die_with_parent(parent_pid: int, sig: signal.Signals = signal.SIGKILL) -> No
         raise LaunchError(f"prctl(PR_SET_PDEATHSIG) failed: {reason}", remedy="allow prctl in the container's policy")
     if os.getppid() != parent_pid:
         raise SystemExit(128 + sig)
-    see_ends_of_children()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, as some programs leave it, children's statuses are lost
 
 
 @contextlib.contextmanager

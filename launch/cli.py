@@ -13,6 +13,7 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +22,6 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, DiskRefused, MyxaError
-from ..core.process import see_ends_of_children
 from .commands import knobs, offline, processes, run_life, runs, views
 from .commands.parser import Command, Parser, mistaken_command, mistaken_flag
 
@@ -99,7 +99,8 @@ UNBUILT_REMEDY = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; with the process's own arguments it ends with one that is not 0."""
     _open_standard_streams()
-    see_ends_of_children()
+    if argv is None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as in `die_with_parent`
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

@@ -144,12 +144,16 @@ def socket_paths(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
+def own_address_towards(host: str) -> str:
+    """This host's address on the interface by which that one is reached; of IPv4 if it has such. Raises OSError."""
+    entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, place = min(entries, key=lambda entry: entry[0] != socket.AF_INET)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(endpoint: str) -> str:
     """Address of this host; an IPv6 one without brackets."""
-    try:
-        peer = Endpoint.parse(endpoint)
-        with socket.socket(socket.AF_INET6 if ":" in peer.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer.host, peer.port))
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"no way to {endpoint}: {error}", remedy="check the registry's address") from error
+    with raised_as(LaunchError, f"no way to {endpoint}", OSError, ValueError, remedy="check the registry's address"):
+        return own_address_towards(Endpoint.parse(endpoint).host)

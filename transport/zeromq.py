@@ -270,17 +270,18 @@ class Inbox:
         return source, frame, frame.buffer
 
 
-WATCHED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
-_NAMES = {
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake_wrong",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake_unfinished",
-    int(zmq.EVENT_ACCEPT_FAILED): "accept_failed",
-}
-_REMEDIES = {
-    "handshake_wrong": "a client without a key, or something that does not speak ZeroMQ; who connects to this port?",
-    "handshake_unfinished": "something connects to this port and says nothing or hangs up",
-    "accept_failed": "are there free file descriptors? raise the limit (ulimit -n)",
-}
+_TROUBLE = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): (
+        "handshake_wrong", "a client without a key, or one that does not speak ZeroMQ; who connects to this port?",
+    ),
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): (
+        "handshake_unfinished", "something connects to this port and says nothing or hangs up",
+    ),
+    int(zmq.EVENT_ACCEPT_FAILED): (
+        "accept_failed", "are there free file descriptors? raise the limit (ulimit -n)",
+    ),
+}  # fmt: skip
+"""Event -> what it is counted as, and the remedy."""
 
 
 class HandshakeWatch:
@@ -290,7 +291,7 @@ class HandshakeWatch:
         self._socket = socket
         self._counters = counters
         self._note = note
-        self._monitor = socket.get_monitor_socket(WATCHED)
+        self._monitor = socket.get_monitor_socket(sum(_TROUBLE))
         self._pump = Pump(self._monitor, self._take)
 
     def close(self) -> None:
@@ -303,10 +304,10 @@ class HandshakeWatch:
             event, _, endpoint = read_event(self._monitor)
         except zmq.Again:
             return False
-        name = _NAMES.get(event)
-        if name is not None:
+        if event in _TROUBLE:
+            name, remedy = _TROUBLE[event]
             self._counters[name] += 1
-            self._note(name, endpoint, _REMEDIES[name])
+            self._note(name, endpoint, remedy)
         return True
 
 

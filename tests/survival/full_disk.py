@@ -22,7 +22,7 @@ from tests.harness.commands import run as run_command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events
 from tests.harness.waiting import wait_until
-from tests.survival.lives import BATCH, NUM_PROMPTS, Lives, check_each_once, make_lives
+from tests.survival.lives import BATCH, Lives, check_each_once, make_lives
 
 from myxa.actors.coordinator.run_state import CoordinatorJournal, RunState
 from myxa.actors.ledger.file import STALE
@@ -30,6 +30,7 @@ from myxa.core.errors import LedgerError
 from myxa.core.files import refusal, until_written
 
 MIB = 1 << 20
+NUM_PROMPTS = 40
 
 FULL_S = 8.0
 """More than the restarts of any actor would take, if there were any."""
@@ -117,7 +118,7 @@ def asked(verb: str, run_dir: Path) -> str:
 
 
 def play(folder: Path) -> None:
-    lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4)
+    lives = make_lives(folder, f"rollout.max_groups={BATCH}", patience_s=0.4, num_prompts=NUM_PROMPTS)
     ballast = Ballast(folder / "runs")
     ballast.fill(leave=64 * MIB)  # of what is left then the run is not faster
     try:
@@ -128,7 +129,7 @@ def play(folder: Path) -> None:
             reader.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the log keeps its pages and has to grow
             lives.until_version(3)  # there is a checkpoint to go on from
             is_full_for_a_while(lives, ballast)
-        check_each_once(lives.run_dir)
+        check_each_once(lives.run_dir, NUM_PROMPTS)
         audit = audit_ledger(lives.run_dir / "ledger.sqlite")
         lost = set(audit.dropped) - {STALE}  # going back, some may be too old: drawn again
         assert not lost, f"{audit.dropped}"

@@ -14,8 +14,9 @@ from tests.harness.ports import held_port
 from tests.survival.lives import listening
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from myxa.actors.torch_store import find_store, host_store, own_address_towards
+from myxa.actors.torch_store import find_store, host_store
 from myxa.actors.weights.channels.process_group import ChannelGroup
+from myxa.transport.address import own_address_towards
 
 pytestmark = pytest.mark.timeout(300)
 

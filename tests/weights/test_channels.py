@@ -17,12 +17,12 @@ import pytest
 import torch
 from tests.harness.commands import Command
 
-from myxa.actors.torch_store import find_store, own_address_towards
+from myxa.actors.torch_store import find_store
 from myxa.actors.weights.channels.sender import DeviceWeightSender
 from myxa.core.errors import TrainError
 from myxa.core.process import boot_id
 from myxa.core.weight_channel import JoinRequest, LeaveOrder, PlanRequest, SendOrder, ShareRequest
-from myxa.transport.address import in_url
+from myxa.transport.address import in_url, own_address_towards
 
 MEMBER = Path(__file__).with_name("sglang_member.py")
 TENSORS = [(f"model.layers.{n}.mlp.up_proj.weight", torch.full((300, 100), n, dtype=torch.bfloat16)) for n in range(5)]

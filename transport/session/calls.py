@@ -105,10 +105,6 @@ class Calls:
                 if corr not in link.pending:
                     self._links.send(link, Kind.CANCEL, corr)
 
-    def on_gone(self, link: Link, why: str) -> None:
-        """The incarnation is over."""
-        self.fail_all(why, link.pending)
-
     def on_actor_gone(self, target: str, why: str) -> None:
         """An actor ended in a process that continues. It answered what it had; lost answers are not waited for."""
         until = self._now() + TIMEOUTS.wire.last_words_s

@@ -170,7 +170,7 @@ def decode(data: memoryview, limits: FrameLimits = LIMITS) -> Envelope | Malform
             raise ValueError(f"unknown kind or flags {flags:#x}")
         if size > limits.message or body_len > limits.body:
             raise ValueError(f"{size} bytes with a body of {body_len} are over the limit")
-        body, frames = read_parts(data, HEADER_BYTES, num_frames, body_len, LIMITS.arrays)
+        body, frames = _read_parts(data, num_frames, body_len)
     except ValueError as error:
         return Malformed(reason=str(error), corr=corr, src_node=src_node, src_epoch=src_epoch)
     return Envelope(kind, src_node, src_epoch, dst_epoch, corr, actor, method, ttl, body, frames)
@@ -192,27 +192,27 @@ def chunk_header(offset: int, total: int) -> bytes:
     return _CHUNK.pack(b"C", offset, total)
 
 
-def split(data: memoryview, limits: FrameLimits = LIMITS) -> list[memoryview] | EnvelopeChunk | Malformed:
+def split(data: memoryview) -> list[memoryview] | EnvelopeChunk | Malformed:
     size, place, num_left = len(data), 0, 0
     if size and data[0] == _CHUNK_TAG:
-        return _read_chunk(data, limits)
+        return _read_chunk(data)
     envelopes: list[memoryview] = []
     while place + _PIECE_BYTES <= size:
         tag, version, num_left, length = _PIECE.unpack_from(data, place)
         start = place + _PIECE_BYTES
         place = start + length
-        if tag != b"B" or version != VERSION or place > size or len(envelopes) >= limits.batch:
+        if tag != b"B" or version != VERSION or place > size or len(envelopes) >= LIMITS.batch:
             return Malformed(reason=f"neither batch nor chunk, or of version {version}")
         envelopes.append(data[start:place])
     return envelopes if place == size and num_left == 1 else Malformed(reason="lengths in the batch do not add up")
 
 
-def _read_chunk(data: memoryview, limits: FrameLimits) -> EnvelopeChunk | Malformed:
+def _read_chunk(data: memoryview) -> EnvelopeChunk | Malformed:
     if len(data) <= CHUNK_HEADER_BYTES:
         return Malformed(reason="empty chunk")
     _, offset, total = _CHUNK.unpack_from(data)
     piece = data[CHUNK_HEADER_BYTES:]
-    if total > limits.message or offset + len(piece) > total or len(piece) > limits.chunk:
+    if total > LIMITS.message or offset + len(piece) > total or len(piece) > LIMITS.chunk:
         return Malformed(reason=f"chunk of {len(piece)} bytes at {offset} of {total}")
     return EnvelopeChunk(offset=offset, total=total, data=piece)
 
@@ -225,17 +225,15 @@ def peek(data: bytes) -> tuple[int, int] | None:
     return (kind, corr) if magic == _MAGIC and version == VERSION and kind in _KINDS else None
 
 
-def read_parts(
-    data: memoryview, offset: int, num_frames: int, body_len: int, max_frames: int
-) -> tuple[memoryview, tuple[memoryview, ...]]:
+def _read_parts(data: memoryview, num_frames: int, body_len: int) -> tuple[memoryview, tuple[memoryview, ...]]:
     """Body and arrays: views of `data`."""
-    start = offset + 4 * num_frames
+    start = HEADER_BYTES + 4 * num_frames
     end = start + body_len
-    if num_frames > max_frames or end > len(data):
-        raise ValueError(f"{num_frames} arrays are too many" if num_frames > max_frames else "cut short")
+    if num_frames > LIMITS.arrays or end > len(data):
+        raise ValueError(f"{num_frames} arrays are too many" if num_frames > LIMITS.arrays else "cut short")
     body = data[start:end]
     frames: list[memoryview] = []
-    for length in struct.unpack_from(f"<{num_frames}I", data, offset) if num_frames else ():
+    for length in struct.unpack_from(f"<{num_frames}I", data, HEADER_BYTES) if num_frames else ():
         place = aligned(end, length)
         end = place + length
         frames.append(data[place:end])

@@ -356,7 +356,7 @@ class Session:
 
     def _end_business(self, link: Link, why: str) -> None:
         self.heartbeat.forget(link.key)
-        self.calls.on_gone(link, why)
+        self.calls.fail_all(why, link.pending)
         self.serving.on_gone(link)
 
     def _envelope(self, kind: Kind, peer: PeerKey, *, body: bytes = b"", corr: int = 0) -> Envelope:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import BackendConfig, PrefixStore, Proce
 
 from ....core.errors import MyxaError, TrainError
 from ....core.weight_channel import CollectiveBackend
-from ...torch_store import own_address_towards
+from ....transport.address import own_address_towards
 
 _FOR_EVER = timedelta(days=7)
 """What NCCL's watchdog waits: it would end the process. Our own deadlines are far shorter and end the group only."""

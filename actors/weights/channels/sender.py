@@ -44,10 +44,11 @@ from ....core.weight_channel import (
     ShareReply,
     ShareRequest,
 )
+from ....transport.address import own_address_towards
 from ...models.hf_folder import CONFIG, read_json
 from ...models.model_config import fp8_scale_fmt, served_fp8
 from ...models.safetensors_file import SCALE_SUFFIX
-from ...torch_store import host_store, own_address, own_address_towards
+from ...torch_store import host_store, own_address
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
 from .plan import WeightPlan
 from .process_group import ChannelGroup
