@@ -19,7 +19,7 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u20
 
 def visible(text: str) -> str:
     """Letters that a terminal would obey, that turn the direction of the text around or show nothing are spelt out."""
-    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def shown(group: GroupText) -> dict[str, Any]:
@@ -28,53 +28,54 @@ def shown(group: GroupText) -> dict[str, Any]:
         {**msgspec.to_builtins(answer), "text": answer.text, "tools": [_call(tool) for tool in answer.tools],
          "messages": _turns(answer), "note": _note(answer)} for answer in group.answers
     ]  # fmt: skip
-    messages, tools = [_message(said) for said in group.messages], [_call(tool) for tool in group.tools]
+    messages, tools = [_message(message) for message in group.messages], [_call(tool) for tool in group.tools]
     shown_parts = {"prompt": group.prompt, "tools": tools, "messages": messages, "answers": answers}
     return msgspec.to_builtins(group) | shown_parts
 
 
 def _turns(answer: AnswerText) -> list[dict[str, Any]]:
-    found, number = list[dict[str, Any]](), 0
-    for one in answer.messages:
-        number += one.is_model
-        is_shared = bool(one.is_model) and number <= answer.num_shared
-        found.append(_message(one, number if one.is_model else 0, is_shared=is_shared))
-    return found
+    turns, number = list[dict[str, Any]](), 0
+    for message in answer.messages:
+        number += message.is_model
+        is_shared = bool(message.is_model) and number <= answer.num_shared
+        turns.append(_message(message, number if message.is_model else 0, is_shared=is_shared))
+    return turns
 
 
 def _note(answer: AnswerText) -> str:
     """What a sample has to do with the others of its rollout."""
     if answer.num_shared:
         turns = "first turn" if answer.num_shared == 1 else f"first {answer.num_shared} turns"
-        of = f"sample {answer.index}.{answer.shared_with}" if answer.shared_with >= 0 else "another sample"
-        return f"shares its {turns} with {of}, where they are learnt"
+        sample = f"sample {answer.index}.{answer.shared_with}" if answer.shared_with >= 0 else "another sample"
+        return f"shares its {turns} with {sample}, where they are learnt"
     return "a conversation of its own" if answer.num_opening else ""
 
 
-def _message(one: SaidText, turn: int = 0, *, is_shared: bool = False) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": one.role, "name": one.name, "text": one.content, "thought": one.thought,
-                            "calls": [_call(call) for call in one.calls], "call_id": one.call_id}  # fmt: skip
-    if one.is_model:
-        begins_inside = THOUGHT_ENDS in one.content and THOUGHT_BEGINS not in one.content.partition(THOUGHT_ENDS)[0]
-        form = form_of(one.content) if _CALL.search(one.content) else None
-        read = read_turn(one.content, form, begins_inside=begins_inside)
-        calls = [{"name": call.name, "text": _json(call.arguments)} for call in read.calls]
-        told |= {"text": read.content, "thought": read.reasoning, "calls": calls, "is_malformed": read.is_malformed}
-    facts = [*(f"turn {turn}" for _ in range(turn > 0)), *_facts(one, is_shared=is_shared)]
-    return {**told, "is_model": one.is_model, "is_learnt": one.num_learnt > 0 and not is_shared, "facts": facts}
+def _message(said: SaidText, turn: int = 0, *, is_shared: bool = False) -> dict[str, Any]:
+    text, calls = said.content, [_call(call) for call in said.calls]
+    fields: dict[str, Any] = {"role": said.role, "name": said.name, "text": text, "thought": said.thought,
+                              "calls": calls, "call_id": said.call_id}  # fmt: skip
+    if said.is_model:
+        begins_inside = THOUGHT_ENDS in text and THOUGHT_BEGINS not in text.partition(THOUGHT_ENDS)[0]
+        turn_read = read_turn(text, form_of(text) if _CALL.search(text) else None, begins_inside=begins_inside)
+        calls = [{"name": call.name, "text": _json(call.arguments)} for call in turn_read.calls]
+        fields |= {"text": turn_read.content, "thought": turn_read.reasoning, "calls": calls}
+        fields["is_malformed"] = turn_read.is_malformed
+    facts = [*(f"turn {turn}" for _ in range(turn > 0)), *_facts(said, is_shared=is_shared)]
+    return {**fields, "is_model": said.is_model, "is_learnt": said.num_learnt > 0 and not is_shared, "facts": facts}
 
 
-def _facts(one: SaidText, *, is_shared: bool) -> Iterator[str]:
-    if one.num_tokens:
-        low, high = one.oldest_version, one.newest_version
-        yield f"{one.num_tokens} tokens"
+def _facts(message: SaidText, *, is_shared: bool) -> Iterator[str]:
+    if message.num_tokens:
+        low, high = message.oldest_version, message.newest_version
+        yield f"{message.num_tokens} tokens"
         yield _versions(low, high)
-        if one.num_learnt < one.num_tokens:
-            yield f"{one.num_learnt} of them learnt" if one.num_learnt else "not learnt"
+        if message.num_learnt < message.num_tokens:
+            yield f"{message.num_learnt} of them learnt" if message.num_learnt else "not learnt"
     if is_shared:
         yield "learnt in the other sample"
-    if one.reward is not None:
-        yield f"reward {short(one.reward)}"
+    if message.reward is not None:
+        yield f"reward {short(message.reward)}"
 
 
 def _versions(low: int, high: int) -> str:
@@ -87,8 +88,8 @@ def _call(text: str) -> dict[str, str]:
         table = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.MsgspecError:
         return {"name": "", "text": text}
-    name, rest = str(table.pop("name", "")), table.get("arguments", table.get("parameters", table))
-    return {"name": name, "text": rest if isinstance(rest, str) else _json(rest)}
+    name, arguments = str(table.pop("name", "")), table.get("arguments", table.get("parameters", table))
+    return {"name": name, "text": arguments if isinstance(arguments, str) else _json(arguments)}
 
 
 def _json(value: object) -> str:
@@ -114,8 +115,8 @@ def group_lines(group: dict[str, Any]) -> Iterator[str]:
         facts = f"{answer['num_tokens']} tokens ({answer['finish']}){note}"
         yield visible(f"  [{answer['index']}{branch}] reward {answer['reward']:g}{parts}, {facts}")
         yield from _said(answer, "      ")
-    if (left := group["num_answers"] - len(group["answers"])) > 0:
-        yield f"  and {left} more answers"
+    if (num_more := group["num_answers"] - len(group["answers"])) > 0:
+        yield f"  and {num_more} more answers"
 
 
 def _said(table: dict[str, Any], indent: str) -> Iterator[str]:

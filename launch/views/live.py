@@ -148,11 +148,11 @@ def render(view: RunView) -> RenderableType:
         more = f", {_MAX_ROWS} of {len(shares)} actors" if len(shares) > _MAX_ROWS else ""
         rows = [(clean(name), shares[name]) for name in sorted(shares, key=name_order)[:_MAX_ROWS]]
         parts += [Text(f"\ntime of the last minute{more}"), _rows(rows)]
-    if waits := [describe_rollout(one) for one in view.under_way[:_MAX_WAITS]]:
+    if waits := [describe_rollout(rollout) for rollout in view.under_way[:_MAX_WAITS]]:
         parts += [Text("\nrollouts that wait longest"), *map(Text, waits)]
     if changes := [change for change in changes_of(view.history) if change.is_done][-_MAX_CHANGES:]:
-        words = ("   ".join(filter(None, (one.what, one.who, one.record.reason))) for one in changes)
-        rows = [(clock_text(one.record.wall_s), clean(text)) for one, text in zip(changes, words, strict=True)]
+        words = ("   ".join(filter(None, (change.what, change.who, change.record.reason))) for change in changes)
+        rows = [(clock_text(change.record.wall_s), clean(text)) for change, text in zip(changes, words, strict=True)]
         parts += [Text("\nnewest changes"), _rows(rows)]
     if view.num_steps:
         parts.append(ProgressBar(total=view.num_steps, completed=min(view.version, view.num_steps)))

@@ -74,9 +74,9 @@ def _frame() -> tuple[str, str]:
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">'
     style = "\n".join(page_file(name).decode() for name in STYLES)
     page = page_file("index.html").decode()
-    head, _, rest = page.partition("<!-- files: begin -->")
-    _, _, rest = rest.partition("<!-- files: end -->")
-    body, _, tail = rest.partition("<!-- scripts -->")
+    head, _, after_head = page.partition("<!-- files: begin -->")
+    _, _, after_head = after_head.partition("<!-- files: end -->")
+    body, _, tail = after_head.partition("<!-- scripts -->")
     loaded = "".join(f"<script>{script}</script>\n" for script in scripts)
     data = '<script type="application/json" id="data">'
     return f"{head}{meta}\n<style>\n{style}\n</style>{body}{data}", f"</script>\n{loaded}{tail}"

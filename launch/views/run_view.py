@@ -179,13 +179,13 @@ def run_view_of_files(run: RunFiles) -> RunView:
 
 def carried_over(new: RunView, old: RunView) -> RunView:
     """The new view; what is missing in it is kept from the old one. Actors end one after another."""
-    found = {name: getattr(new, name) or getattr(old, name) for name in _CARRIED}
+    carried = {name: getattr(new, name) or getattr(old, name) for name in _CARRIED}
     started_wall_s = new.started_wall_s if new.run_dir else old.started_wall_s
     remedy = new.remedy if new.why else old.remedy
     under_way = new.under_way if new.actors else old.under_way
-    has_ended = new.has_ended or (found["status"] is not None and found["status"].phase in ("finished", "failed"))
-    found |= {"remedy": remedy, "under_way": () if has_ended else under_way}
-    return msgspec.structs.replace(new, **found, started_wall_s=started_wall_s, has_ended=has_ended)
+    has_ended = new.has_ended or (carried["status"] is not None and carried["status"].phase in ("finished", "failed"))
+    carried |= {"remedy": remedy, "under_way": () if has_ended else under_way}
+    return msgspec.structs.replace(new, **carried, started_wall_s=started_wall_s, has_ended=has_ended)
 
 
 _CARRIED = ("status", "buffer", "snapshot", "run_dir", "actors", "knobs", "history", "why")
@@ -204,10 +204,10 @@ class RunOutcome:
 def outcome(run: RunFiles) -> RunOutcome:
     """From the coordinator's phase events; a run that was killed has no last one."""
     moves = [event.text.rpartition("->")[2].strip() for event in run.of_kind("phase")]
-    words = sorted((event for kind in ENDS for event in run.of_kind(kind)), key=lambda event: event.wall_s)
-    reason = words[-1].text if words else ""
+    endings = sorted((event for kind in ENDS for event in run.of_kind(kind)), key=lambda event: event.wall_s)
+    reason = endings[-1].text if endings else ""
     phase = moves[-1] if moves else ""
-    if words and words[-1].kind == "run-failed":
+    if endings and endings[-1].kind == "run-failed":
         phase = "failed"
     if phase == "failed":
         alarms = [event for event in run.events if is_alarming(event.kind)]
@@ -313,8 +313,8 @@ def _reward_line(view: RunView) -> str:
 
 
 def _evaluation(view: RunView) -> float | None:
-    told = view.status.eval_reward if view.status else None
-    return view.metrics.get("eval/reward") if told is None else told
+    reward = view.status.eval_reward if view.status else None
+    return view.metrics.get("eval/reward") if reward is None else reward
 
 
 def dropped_text(dropped: Mapping[str, int]) -> str:
