@@ -89,8 +89,8 @@ def own_endpoint(text: str) -> Endpoint:
         endpoint = Endpoint.parse(text)
     if endpoint.host in EVERY_INTERFACE:
         remedy = "give this host's IP address on the common network"
-        what = f"{text}: no other host can connect to {endpoint.host}, which means every interface"
-        raise LaunchError(what, remedy=remedy)
+        problem = f"{text}: no other host can connect to {endpoint.host}, which means every interface"
+        raise LaunchError(problem, remedy=remedy)
     return endpoint
 
 

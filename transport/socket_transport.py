@@ -102,8 +102,8 @@ class SocketTransport(Transport):
         tcp = ("", "")
         curve = ""
         if self.listen and self.keys is not None and self.guard is not None:
-            own = own_endpoint(self.listen)
-            host, port = in_url(own.host), own.port
+            endpoint = own_endpoint(self.listen)
+            host, port = in_url(endpoint.host), endpoint.port
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
             key, curve = self.keys.own, self.keys.own.public
             control_tcp = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", key)
