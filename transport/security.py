@@ -78,7 +78,8 @@ class JobKey(KeyPair):
             remedy = "copy it from the registry's host"
             raise LaunchError(f"the job key cannot be read: {error}", remedy=remedy) from error
         if stat.S_IMODE(facts.st_mode) & 0o077:
-            raise LaunchError(f"{path} can be read by others", remedy=f"chmod 600 {path}")
+            remedy = f"chmod 600 {path}, or copy it: install -m 600 {path} job.key"
+            raise LaunchError(f"{path} can be read by others", remedy=remedy)
         return cls.parse(text, str(path))
 
 

@@ -1,8 +1,7 @@
-"""Disks that are full and descriptors that run out, where the fault matrix does not reach: ledger, journal, caller."""
+"""Descriptors and memory that run out, where the fault matrix does not reach: at the caller, and while a call begins."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from tests.faults.depot import DepotContract, pair
 
-from myxa.actors.ledger.file import State
-from myxa.actors.ledger.ledger import Ledger
 from myxa.core.errors import RemoteError
 from myxa.transport.session.serving import Serving
 
@@ -29,46 +26,6 @@ def run(code: str, *args: str) -> list[str]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-LEDGER = """
-import json, resource, sys
-from pathlib import Path
-from myxa.actors.ledger.ledger import Ledger
-from myxa.actors.ledger.file import Row, State
-from myxa.core.errors import LedgerError
-
-ledger = Ledger(Path(sys.argv[1]), run="full", fingerprint="d", wall=lambda: 0.0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
-acked = []
-try:
-    for number in range(10_000):
-        row = Row(number, number, -1, 1, rollout="rollout/0", epoch=1, version=0)
-        ledger.dispatch([row])
-        ledger.finish(number, b"x" * 5000, version=0, num_tokens=1)
-        acked.append(number)
-except LedgerError as error:
-    try:
-        ledger.remember("a", "b")
-    except LedgerError as later:
-        print(json.dumps([str(error), acked, ledger.is_broken, str(later)]))
-ledger.close()
-"""
-
-
-def test_a_full_disk_stops_the_ledger_with_a_clear_error_and_what_was_acknowledged_is_there(tmp_path):
-    path = tmp_path / "ledger.sqlite"
-    (line,) = run(LEDGER, str(path))
-    error, acked, is_broken, later = json.loads(line)
-    assert "cannot be written" in error
-    assert "is the disk full" in error
-    assert is_broken
-    assert "could not be written before" in later
-    assert 10 < len(acked) < 200
-    ledger = Ledger(path, run="full", fingerprint="d", wall=lambda: 0.0)  # there is room again
-    assert {row.group_id for row in ledger.rows(State.READY)} == set(acked)
-    assert all(ledger.payload(number) == b"x" * 5000 for number in acked)
-    ledger.close()
 
 
 CALLER = """
