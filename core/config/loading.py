@@ -360,7 +360,7 @@ def _meant(path: KeyPath, *, is_table: bool) -> str:
     elsewhere = [] if places or name in keys else names_elsewhere().get(name, [])
     if elsewhere:
         return f"here it is {max(elsewhere, key=lambda place: place.startswith(f'{path[0]}.'))}"
-    if (nearest(key, keys) is None and len(path) > 1) or not (is_table or len(path) > 1):
+    if nearest(key, keys) is None if len(path) > 1 else not is_table:
         if key in RunConfig.model_fields:
             return f"did you mean the table [{key}]?"
         if 0 < len(places) <= 3:
