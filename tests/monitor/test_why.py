@@ -9,14 +9,7 @@ import pytest
 from myxa.actors.trainer.train_loop import slowest_tenth
 from myxa.core.errors import ConfigError
 from myxa.core.messages import RolloutNow
-from myxa.launch.views.why import (
-    Bound,
-    Facts,
-    describe_rollout,
-    explain,
-    judge,
-    without_start,
-)
+from myxa.launch.views.why import Bound, Facts, describe_rollout, explain, judge, without_start
 
 Shares = dict[str, dict[str, float]]
 
@@ -236,7 +229,7 @@ WAITING: Shares = {
 
 
 def now(actor: str, doing: str, since_s: float, **more: Any) -> RolloutNow:
-    told: dict[str, Any] = {
+    place: dict[str, Any] = {
         "group_id": 4,
         "index": 1,
         "row": 7,
@@ -244,7 +237,7 @@ def now(actor: str, doing: str, since_s: float, **more: Any) -> RolloutNow:
         "is_held_out": False,
         "turn": 3,
     }
-    return RolloutNow(actor=actor, doing=doing, since_s=since_s, began_s=99.0, **(told | more))
+    return RolloutNow(actor=actor, doing=doing, since_s=since_s, began_s=99.0, **(place | more))
 
 
 def test_why_tells_what_rollouts_wait_for_and_names_the_slowest() -> None:
