@@ -199,7 +199,9 @@ class _Layers:
         key_text, equals, value_text = override.partition("=")
         path, shown = _override_path(key_text) if equals else None, value_text.strip()
         if path is None:
-            self.problems.append(_problem((), "must look like section.key=value", origin))
+            meant = _meant((key_text.strip(),), is_table=False) if equals else ""
+            hint = f"; {meant}" if meant.startswith(("there is", "here it is")) else ""
+            self.problems.append(_problem((), f"must look like section.key=value{hint}", origin))
             return
         _, field, keys_below = find(RunConfig, path)
         form = None if field is None else field.annotation

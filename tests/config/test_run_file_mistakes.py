@@ -393,6 +393,8 @@ def test_missing_sections_name_their_required_keys(tmp_path: Path) -> None:
         *((text, f"--set {text}: ") for text in ("algo", "=3", "x=3", "a.b.=3")),
         ("algo.x\n[run]\ny=3", "section.key=value"),
         ("algo.batch_size=3\nminibatches=3", "more than one value"),
+        ("lr=3", "section.key=value; there is critic.lr and optimizer.lr"),
+        ("num_generations=3", "section.key=value; here it is rollout.num_samples"),
         ("algo.batch_size=1e", 'algo.batch_size = "1e": '),
         ("rollout.stop_token_ids=[1", "rollout.stop_token_ids = [1: "),
         ("algo.clip_lo=1", "algo.clip_lo = 1: "),
