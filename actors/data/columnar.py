@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Literal, cast
@@ -43,7 +43,7 @@ class ColumnarFile:
             OverflowError,
             MemoryError,
         )
-        with self._naming(lambda: f"is not a readable {self._format} file"):
+        with self._naming(f"is not a readable {self._format} file"):
             schema, self.num_rows = self._look()
         self._names: list[str] = list(schema.names)
         if twice := next((name for name in self._names if self._names.count(name) > 1), None):
@@ -64,14 +64,16 @@ class ColumnarFile:
             return
         row, batches = 0, self._batches(self._read_names)
         while True:
-            with self._naming(lambda row=row: f"{self._bad_column()}cannot be read from row {row} on"):
+            with self._naming(f"cannot be read from row {row} on"):
                 batch = next(batches, None)
             if batch is None:
                 break
             is_valid = self._is_valid(batch)  # the whole: a part of it takes as long to look at, if columns are nested
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.slice(first, BATCH_ROWS)
-                values = self._to_python(part) if is_valid else None
+                values: list[Columns] | None = None  # some row of these cannot be read, and says so itself
+                with contextlib.suppress(*self._errors):
+                    values = self._to_python(part) if is_valid else None
                 for index in range(part.num_rows):
                     yield f"{self._path}, row {row}", partial(self._read, part, values, index)
                     row += 1
@@ -87,16 +89,6 @@ class ColumnarFile:
         with self._arrow.memory_map(self._path) as file:
             schema = self._ipc(file, []).schema
             return schema, sum(batch.num_rows for batch in self._ipc_batches(file, [0] if schema.names else []))
-
-    def _bad_column(self) -> str:
-        """The first column of a damaged parquet file that cannot be read alone, for a message."""
-        for name in self._read_names if self._kind == "parquet" else ():
-            try:
-                for _ in self._batches([name]):
-                    pass
-            except self._errors:
-                return f'column "{name}" '
-        return ""
 
     def _batches(self, names: list[str]) -> Iterator[Any]:
         if self._kind == "parquet":
@@ -126,7 +118,7 @@ class ColumnarFile:
             yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
 
     @contextlib.contextmanager
-    def _naming(self, trouble: Callable[[], str]) -> Generator[None]:
+    def _naming(self, trouble: str) -> Generator[None]:
         try:
             yield
         except MyxaError:
@@ -134,7 +126,7 @@ class ColumnarFile:
         except self._errors as error:
             cause = " ".join(str(error).split())[:300] or type(error).__name__
             remedy = "write the file again, or copy it again if it was whole elsewhere"
-            raise DataError(f"{self._path}: {trouble()}: {cause}", remedy=remedy) from error
+            raise DataError(f"{self._path}: {trouble}: {cause}", remedy=remedy) from error
 
     def _read(self, part: Any, rows: list[Columns] | None, index: int) -> Columns:
         columns = self._read_alone(part.slice(index, 1)) if rows is None else rows[index]
@@ -152,13 +144,9 @@ class ColumnarFile:
             return False
         return True
 
-    def _to_python(self, batch: Any) -> list[Columns] | None:
-        """None: some row of these cannot be read."""
-        try:
-            # Which is much slower, where no map is.
-            return batch.to_pylist(maps_as_pydicts="strict") if self._has_maps else batch.to_pylist()
-        except Exception:  # noqa: BLE001 -- said of the row itself, once it is read alone
-            return None
+    def _to_python(self, rows: Any) -> list[Columns]:
+        """Rows with maps take much longer."""
+        return rows.to_pylist(maps_as_pydicts="strict") if self._has_maps else rows.to_pylist()
 
     def _read_alone(self, row: Any) -> Columns:
         """A row of a batch that is bad somewhere. Raises RowError if it is this row."""
@@ -167,7 +155,7 @@ class ColumnarFile:
             column = row.select([name])
             try:
                 column.validate(full=True)
-                columns.update(column.to_pylist(maps_as_pydicts="strict")[0])
+                columns.update(self._to_python(column)[0])
             except self._errors as error:
                 cause = " ".join(str(error).split())[:300]
                 raise RowError(f'column "{name}" cannot be read: {cause}', "store the value as text") from error

@@ -44,7 +44,6 @@ FOREIGN_MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"<?xml", "an XML file", "write it as JSONL"),
     *((magic, "a web page", "download the file itself") for magic in (b"<!DOCTYPE", b"<!doctype", b"<html")),
 )  # fmt: skip
-KNOWN = re.compile(rb"[{\[]|SQLite format 3|PAR1|ARROW1|\xff{4}|" + PACKED.pattern)
 BINARY = re.compile(rb"[\x01-\x08\x0e-\x1f]|[\xc0-\xff](?![\x80-\xbf]|$)|(?<![\x80-\xff])[\x80-\xbf]")
 """In what is no text in UTF-8."""
 UNREAD = (".csv", ".tsv", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".part")
@@ -202,7 +201,6 @@ def _kind(path: str, key: str) -> Kind | str:
             "orient='records', lines=True)`",
         )
     head, packing = _head(path, key)
-    _check_text_or_known(path, head)
     if head.startswith(LEDGER_MAGIC):
         return "ledger"
     columnar = next((kind for magic, kind in COLUMNAR_MAGIC if head.startswith(magic)), None)
@@ -210,15 +208,13 @@ def _kind(path: str, key: str) -> Kind | str:
         raise DataError(f"{path}: is {packing}-compressed {columnar}", remedy="unpack it")
     if PACKED.match(head):
         raise DataError(f"{path}: is compressed twice", remedy="unpack it once")
-    if not columnar and path.endswith(SUFFIXES[3:]) and not head.removeprefix(BOM).lstrip().startswith((b"{", b"[")):
-        raise DataError(
-            f"{path}: is no {'parquet' if path.endswith('.parquet') else 'Arrow'} file: it begins with {head[:8]!r}",
-            remedy="copy it again, or name it after what it is",
-        )
+    if columnar is None:
+        _check_json(path, head)
     return columnar or "json"
 
 
-def _check_text_or_known(path: str, head: bytes) -> None:
+def _check_json(path: str, head: bytes) -> None:
+    """What begins as nothing that is read is said to be what it is, if that is known. Raises DataError."""
     if not head.removeprefix(BOM):
         raise DataError(f"{path}: the file is empty", remedy="write one JSON object per line")
     for magic, kind, remedy in FOREIGN_MAGIC:
@@ -226,10 +222,10 @@ def _check_text_or_known(path: str, head: bytes) -> None:
             raise DataError(f"{path}: is {kind}", remedy=f"{remedy}; {FORMATS}")
     if b"\0" in head[:TAR_AT] and head[TAR_AT:].startswith(b"ustar"):
         raise DataError(f"{path}: is a tar archive", remedy=f"unpack it; {FORMATS}")
-    if not KNOWN.match(head) and BINARY.search(head[:16]):
-        raise DataError(
-            f"{path}: is a binary file, which begins with {head[:8]!r}", remedy=f"unpack it, or write JSONL; {FORMATS}"
-        )
+    is_text = head.removeprefix(BOM).lstrip().startswith((b"{", b"["))
+    if not is_text and (path.endswith(SUFFIXES[3:]) or BINARY.search(head[:16])):
+        kind = "a binary file" if BINARY.search(head[:16]) else "no parquet or Arrow file"
+        raise DataError(f"{path}: is {kind}: it begins with {head[:8]!r}", remedy=f"unpack or copy it; {FORMATS}")
 
 
 def _head(path: str, key: str) -> tuple[bytes, str]:

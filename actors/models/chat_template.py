@@ -332,13 +332,8 @@ PRINTED_PARTS = "{'type': 'text'"
 Tools = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedChat:
-    """A conversation as text."""
-
-    text: str
-    generation: tuple[tuple[int, int], ...] = ()
-    """Places of its `{% generation %}` blocks."""
+RenderedChat = tuple[str, tuple[tuple[int, int], ...]]
+"""A conversation as text, and the places of its `{% generation %}` blocks."""
 
 
 class TemplateParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -386,7 +381,7 @@ class ChatTemplate:
         DataError when the template refuses it, TemplateError when it asks for a date that the run file has not."""
         if goes_on:
             return self._left_open(messages, tools)
-        return self.write(messages, add_generation_prompt=add_generation_prompt, tools=tools).text
+        return self.write(messages, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
     def write(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()
@@ -397,7 +392,7 @@ class ChatTemplate:
         has_parts = any(message.parts for message in messages)
         try:
             written = self._run(compiled, _message_tables(messages), add_generation_prompt, tools)
-            if not (has_parts and PRINTED_PARTS in written.text):
+            if not (has_parts and PRINTED_PARTS in written[0]):
                 return written
         except DataError:
             if not has_parts:
@@ -417,7 +412,7 @@ class ChatTemplate:
         if not last or "content" not in compiled.source:
             raise self._refusal(roles, "the last message has no content to continue")
         rendered[-1]["content"] = last + TO_CONTINUE
-        text = self._run(compiled, rendered, False, tools).text
+        text, _ = self._run(compiled, rendered, False, tools)
         tag = TO_CONTINUE.strip()
         if last.strip() not in text or tag not in text:
             raise self._refusal(roles, "it changes the last message, which the model is to continue")
@@ -445,7 +440,7 @@ class ChatTemplate:
             raise self._refusal(_roles(messages), str(err)) from err
         except Exception as err:
             raise self._refusal(_roles(messages), f"{err}" if str(err) else type(err).__name__) from err
-        return RenderedChat(text, tuple(spans))
+        return text, tuple(spans)
 
     def _refusal(self, roles: str, why: str, remedy: str = "") -> DataError:
         return DataError(
@@ -497,7 +492,7 @@ class PlainText:
     def write(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Tools = ()
     ) -> RenderedChat:
-        return RenderedChat(self.render(messages, add_generation_prompt=add_generation_prompt))
+        return self.render(messages, add_generation_prompt=add_generation_prompt), ()
 
 
 def _message_tables(messages: Sequence[Message], *, as_text: bool = False) -> list[dict[str, Any]]:

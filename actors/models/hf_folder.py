@@ -304,9 +304,7 @@ def _shards(tensors: Sequence[NamedArray], max_bytes: int) -> list[list[NamedArr
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
     """Also `generation_config.json`. Raises ModelError: no `tokenizer.json`, no regular file, too large."""
-    root, into = Path(source), Path(target)
-    if not (root / "tokenizer.json").exists():
-        raise ModelError(f"{root / 'tokenizer.json'} is missing", remedy="point to the folder the model came from")
+    root, into = find_tokenizer(source).parent, Path(target)
     if root.resolve() == into.resolve():
         return
     templates = sorted(path.relative_to(root) for path in (root / TEMPLATE_FOLDER).glob("*.jinja"))

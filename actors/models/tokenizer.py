@@ -124,7 +124,7 @@ class FolderTokenizer:
 
     def model_spans(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[tuple[int, int], ...] | None:
         """Places in the text that the template calls the model's (`{% generation %}`); None: it calls none so."""
-        return self.template.write(messages, tools=tools).generation if self.template.has_blocks(tools) else None
+        return self.template.write(messages, tools=tools)[1] if self.template.has_blocks(tools) else None
 
     def first_mark(self) -> int | None:
         """The token that the tokenizer puts before texts, where nothing else writes it."""

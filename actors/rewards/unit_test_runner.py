@@ -272,30 +272,22 @@ def is_same(value: Any, expected: Any) -> bool:
         return len(value) == len(expected) and all(map(is_same, value, expected))
     if type(value) is type(expected) is dict:
         return value.keys() == expected.keys() and all(is_same(value[key], expected[key]) for key in value)
-    return value == expected or (isinstance(expected, float) and is_near(value, expected))
-
-
-def is_near(value: Any, expected: float) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value - expected) <= PRECISION * max(1.0, abs(expected))
+    is_near = isinstance(expected, float) and type(value) in (int, float)
+    return value == expected or (is_near and abs(value - expected) <= PRECISION * max(1.0, abs(expected)))
 
 
 def is_written(text: str, expected: str) -> bool:
-    """Whether its lines have these words; digits without a point are no numbers: they may be a code."""
+    """Whether its lines have these words."""
     lines, expected_lines = ([line.split() for line in part.strip().split("\n")] for part in (text, expected))
-    if len(lines) != len(expected_lines):
-        return False
-    return all(
-        len(line) == len(words) and all(map(is_word, line, words))
-        for line, words in zip(lines, expected_lines, strict=True)
+    return list(map(len, lines)) == list(map(len, expected_lines)) and all(
+        is_word(*pair) for line in map(zip, lines, expected_lines) for pair in line
     )
 
 
 def is_word(word: str, expected: str) -> bool:
-    if word == expected or "." not in word + expected:
-        return word == expected
+    """Digits without a point are no numbers: they may be a code."""
     try:
-        return is_near(float(word), float(expected))
+        return word == expected or ("." in word + expected and is_same(float(word), float(expected)))
     except ValueError:
         return False
 

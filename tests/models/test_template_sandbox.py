@@ -96,8 +96,7 @@ def test_a_long_conversation_is_within_the_limits() -> None:
 def test_f7_generation_blocks_are_written_as_their_content() -> None:
     source = "{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}"
     written = ChatTemplate(source, "here", {}).write([*ASK, *ASK])
-    assert written.text == "<hi><hi>"
-    assert written.generation == ((1, 3), (5, 7))
+    assert written == ("<hi><hi>", ((1, 3), (5, 7)))
 
 
 def test_a_message_without_measure_is_told_as_the_templates_refusal() -> None:
