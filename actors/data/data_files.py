@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -234,7 +235,7 @@ def _head(path: str, key: str) -> tuple[bytes, str]:
         if Path(path).exists() and not Path(path).is_file():  # rows are read again when they are drawn
             raise ConfigError(f"{key}: {path} is a pipe or a device", remedy="write what it gives into a file")
         file = FileBytes(path)
-        if file.packing == "zstd" and not _has_pyarrow():
+        if file.packing == "zstd" and find_spec("pyarrow") is None:
             return b"{", file.packing
         with file.naming_damage(), file.stream() as stream:
             return stream.read(HEAD_BYTES), file.packing
@@ -257,12 +258,6 @@ def _open_file(path: str, layout: RowLayout, key: str) -> RowFile:
     if kind == "ledger":
         return RecordedGroups(path)
     return JsonlFile(path) if kind == "json" else ColumnarFile(path, layout, cast("Kind", kind))
-
-
-def _has_pyarrow() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("pyarrow") is not None
 
 
 def _neighbours(path: str) -> str:

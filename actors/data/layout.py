@@ -115,10 +115,9 @@ class RowLayout:
     def __init__(
         self,
         settings: DataSettings,
-        *,
-        needs_label: bool = False,
-        needs_demonstration: bool = False,
         rewards: RowRewards | None = None,
+        *,
+        needs_demonstration: bool = False,
     ) -> None:
         preset, self._is_plain = PRESETS[settings.preset], not settings.apply_chat_template
 
@@ -131,7 +130,7 @@ class RowLayout:
         self.is_recorded = settings.preset == "recorded"
         """Whether rows are finished groups, which hold their prompts."""
         self._rewards = rewards
-        self._compares = needs_label
+        self._compares = rewards is not None and rewards.all_need_label
         """Whether the reward of each row compares with its label."""
         self._is_chat = settings.preset == "chat"
         self._is_pairs = settings.preset == "pairs"
@@ -143,7 +142,7 @@ class RowLayout:
         self._prompt = column(
             "prompt", setting="messages_key" if self._is_chat else "prompt_key", is_required=not self._is_pairs
         )
-        self._label = column("label", is_required=needs_label or wants_label)
+        self._label = column("label", is_required=self._compares or wants_label)
         self._metadata, self._tools = column("metadata"), column("tools")
         self._answer = column("answer", is_required=bool(settings.answer_key) and needs_demonstration)
         self._margin = column(MARGIN)
@@ -169,11 +168,9 @@ class RowLayout:
 
     def check_unified(self, columns: Columns) -> None:
         """Refuse what one schema for all rows may have changed in tools and tool calls. Raises RowError."""
-        for column in (self._tools, self._column_of_prompt(columns), self._answer):
+        for column in (self._tools, self._column_of_prompt(columns), self._answer, *self._pair.values()):
             value = _value(columns, Column(column.key, column.setting))
             check_unified(value, column.key, is_tools=column is self._tools)
-        for column in self._pair.values():
-            check_unified(_value(columns, column), column.key, is_tools=False)
 
     def prompt(self, columns: Columns) -> Prompt:
         """What a row means; its place in the data is 0. Raises RowError."""
@@ -193,7 +190,8 @@ class RowLayout:
         messages = parse_messages(prompt, self._prompt.key)
         self._check_unread(columns, messages)
         messages = self._take_demonstration(columns, messages, metadata)
-        system = self._system_of(columns)
+        texts = () if self._is_plain else (columns.get(name) for name in SYSTEM_COLUMNS if name != self._prompt.key)
+        system = next((text for text in texts if isinstance(text, str) and text), self._system)
         if system and messages[0].role != "system":
             messages = (Message(role="system", content=system), *messages)
         tools = parse_tools(_value(columns, self._tools), self._tools.key)
@@ -203,11 +201,6 @@ class RowLayout:
         return Prompt(
             group_id=0, row=0, pass_index=0, messages=messages, tools=tools, label=label or "", metadata=metadata
         )
-
-    def _system_of(self, columns: Columns) -> str:
-        """The row's own system message, else the run's."""
-        texts = () if self._is_plain else (columns.get(name) for name in SYSTEM_COLUMNS if name != self._prompt.key)
-        return next((text for text in texts if isinstance(text, str) and text), self._system)
 
     def _conversation(self, columns: Columns, column: Column) -> Any:
         """A text, or a conversation, which may be JSON in a text. Raises RowError."""
@@ -312,7 +305,7 @@ class RowLayout:
                 "end the conversation with an assistant message, or name a column with data.answer_key",
             )
         is_answered = answer is not None or self._is_chat or self._needs_demonstration
-        if _opens_answer(messages) and not is_answered:
+        if not is_answered and messages[-1].role == "assistant" and any(m.role not in NOT_ASKED for m in messages):
             return messages  # the model continues the turn that is begun
         if not messages or messages[-1].role in ("assistant", "system"):
             role = messages[-1].role if messages else "none"
@@ -398,15 +391,6 @@ class RowLayout:
 def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
     """How many items both begin with."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def _opens_answer(messages: tuple[Message, ...]) -> bool:
-    """Whether they end with a turn of the model, after another role's."""
-    return (
-        bool(messages)
-        and messages[-1].role == "assistant"
-        and any(message.role not in NOT_ASKED for message in messages)
-    )
 
 
 def _value(columns: Columns, column: Column) -> Any:

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import DataSettings, Source, parse_sources
 from ...core.errors import DataError, TemplateError
-from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
 from ..workflows.turn_renderer import TurnRenderer
 from .data_files import open_rows
@@ -34,14 +33,21 @@ from .row_file import Row, RowError, RowFile
 
 
 class PromptLimit:
-    """The most tokens that a prompt may have."""
+    """The most tokens that a prompt may have, by `data.overlong`."""
 
-    def __init__(self, tokenizer: Tokenizer, max_tokens: int, why: str, *, drops: bool) -> None:
-        """`why`: where the number is from. `drops`: rows above it are left out; else the first one ends the run."""
-        self._renderer = TurnRenderer(tokenizer)
-        self._max_tokens = max_tokens
-        self._why = why
-        self.drops = drops
+    def __init__(self, config: RunConfig) -> None:
+        """Raises ModelError."""
+        # Only now: most runs measure nothing, and need no tokenizer to read their data.
+        from ..models.hf_folder import read_config
+        from ..models.tokenizer import load_tokenizer
+
+        self._max_tokens, self._why = config.data.max_prompt_tokens, "data.max_prompt_tokens"
+        if not self._max_tokens:
+            self._max_tokens = (config.engine.context_length or read_config(config.model.path).context_length) - 1
+            self._why = "the context less one"
+        self._renderer = TurnRenderer(load_tokenizer(config.model.path, config.data))
+        self.drops = config.data.overlong == "drop"
+        """Rows above it are left out; else the first one ends the run."""
 
     def excess(self, prompt: Prompt) -> str:
         """What is too long about it; empty: nothing. Raises RowError for a prompt that cannot be written."""
@@ -52,23 +58,6 @@ class PromptLimit:
         if num_tokens <= self._max_tokens:
             return ""
         return f"the prompt has {num_tokens:,} tokens, the limit is {self._max_tokens:,} ({self._why})"
-
-
-def limit_of(config: RunConfig) -> PromptLimit | None:
-    """By the run's model and `data.overlong`; None: rows are not measured. Raises ModelError."""
-    data = config.data
-    if data.overlong == "pass":
-        return None
-    # Only now: most runs measure nothing, and need no tokenizer to read their data.
-    from ..models.hf_folder import read_config
-    from ..models.tokenizer import load_tokenizer
-
-    max_tokens, why = data.max_prompt_tokens, "data.max_prompt_tokens"
-    if not max_tokens:
-        max_tokens = (config.engine.context_length or read_config(config.model.path).context_length) - 1
-        why = "the context less one"
-    tokenizer = load_tokenizer(config.model.path, data)
-    return PromptLimit(tokenizer, max_tokens, why, drops=data.overlong == "drop")
 
 
 _log = logging.getLogger(__name__)
@@ -159,33 +148,32 @@ class RowSet:
             )  # fmt: skip
 
     def _add(self, source: str, rows: Iterator[Row], *, skips_bad: bool) -> None:
+        limit = self._limit
         for number, (place, read) in enumerate(rows):
             try:
                 prompt = self._layout.prompt(read())
                 meaning = encode_prompt(prompt)
-                excess = "" if self._limit is None else self._limit.excess(prompt)
+                excess = "" if limit is None else limit.excess(prompt)
             except RowError as bad:
                 if not skips_bad:
                     raise DataError(f"{place}: {bad.cause}", remedy=bad.remedy) from bad
                 self.num_bad += 1
-                if self.num_bad <= SHOWN_BAD_ROWS:
-                    self.bad_rows.append(f"{place}: {bad.cause}")
+                self.bad_rows = [*self.bad_rows, f"{place}: {bad.cause}"][:SHOWN_BAD_ROWS]
                 continue
-            if excess:
-                self._leave_out(f"{place}: {excess}")
+            if limit is not None and excess:
+                text, remedy = (
+                    f"{place}: {excess}",
+                    'leave such rows out with data.overlong = "drop", or raise the limit',
+                )
+                if not limit.drops:
+                    raise DataError(text, remedy=remedy)
+                self.num_overlong += 1
+                self.overlong_rows = [*self.overlong_rows, text][:SHOWN_BAD_ROWS]
                 continue
             encoded = _encode_as_written(msgspec.structs.replace(prompt, row=number, source=source))
             self._sizes.append(len(encoded))
             self._spots.append(self._spool.add(encoded))
             self._hash.update(len(meaning).to_bytes(8, "little") + meaning)
-
-    def _leave_out(self, text: str) -> None:
-        """Raises DataError where over-long rows are not dropped."""
-        if self._limit is not None and not self._limit.drops:
-            raise DataError(text, remedy='leave such rows out with data.overlong = "drop", or raise the limit')
-        self.num_overlong += 1
-        if len(self.overlong_rows) < SHOWN_BAD_ROWS:
-            self.overlong_rows.append(text)
 
     def __len__(self) -> int:
         return len(self._spots)
@@ -266,11 +254,6 @@ DATA_SOURCE = "data_source"
 """Key of the metadata that names a prompt's source, as verl's rows do themselves."""
 
 
-def open_held_out(config: RunConfig, limit: PromptLimit | None) -> dict[str, RowSet]:
-    """All sets of a run. `limit`: of prompts. Raises ConfigError for files, DataError for bad or too many rows."""
-    return {name: _open(config, name, key, paths, limit) for name, (key, paths) in config.eval.files().items()}
-
-
 def held_out_layout(config: RunConfig, name: str) -> RowLayout:
     """How the rows of a set are read."""
     eval_set = config.eval.sets.get(name)
@@ -284,11 +267,13 @@ def layout_of(config: RunConfig, part: DataSettings, reward: RewardSettings, sou
     """How rows of `part` are read, judged by `reward`. `source`: their name, if it may choose who judges."""
     if config.algo.is_given:
         return RowLayout(part, needs_demonstration=not config.algo.learns_pairs)
-    rewards = RowRewards(reward, {DATA_SOURCE: source} if source else {})
-    return RowLayout(part, needs_label=rewards.all_need_label, rewards=rewards)
+    return RowLayout(part, RowRewards(reward, {DATA_SOURCE: source} if source else {}))
 
 
-def _open(config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None) -> RowSet:
+def _held_out(
+    config: RunConfig, name: str, key: str, files: str | tuple[str, ...], limit: PromptLimit | None
+) -> RowSet:
+    """The rows of a set. Raises ConfigError for files, DataError for bad or too many rows."""
     skips_bad = config.data.on_bad_line == "skip"
     rows = RowSet(parse_sources(files), held_out_layout(config, name), key=key, skips_bad=skips_bad, limit=limit)
     eval_set = config.eval.sets.get(name)
@@ -335,7 +320,10 @@ class PromptDataset:
         if row is None:
             return None
         prompt = self.rows.prompt(row, group_id=draw, pass_index=draw // len(self.rows))
-        return with_source(prompt, self._name) if self._name else prompt
+        if not self._name:
+            return prompt
+        metadata = {DATA_SOURCE: self._name, **prompt.metadata}  # unless the row says something in that place
+        return msgspec.structs.replace(prompt, source_name=self._name, metadata=metadata)
 
     def row_of(self, draw: int) -> int | None:
         """Which good row a draw (from 0) brings, or None when all passes are over."""
@@ -345,11 +333,6 @@ class PromptDataset:
         if self._max_passes and pass_index >= self._max_passes:
             return None
         return self._order.row(pass_index, index)
-
-
-def with_source(prompt: Prompt, name: str) -> Prompt:
-    """A prompt of one of several sources; its metadata name it, unless the row says something in that place."""
-    return msgspec.structs.replace(prompt, source_name=name, metadata={DATA_SOURCE: name, **prompt.metadata})
 
 
 class Dataset:
@@ -402,7 +385,7 @@ class Dataset:
 
 def open_data(config: RunConfig) -> Dataset:
     """All data of a run; skipped rows are logged. Raises ConfigError for files, DataError for bad rows."""
-    limit = limit_of(config)
+    limit = None if config.data.overlong == "pass" else PromptLimit(config)
     by_name: dict[str, PromptDataset] = {}
     for name, part in config.data.parts().items():
         rows = RowSet(
@@ -414,7 +397,8 @@ def open_data(config: RunConfig) -> Dataset:
         )
         by_name[name] = PromptDataset(rows, part, config.run.seed, name=name)
     weights = {name: source.weight for name, source in config.data.sources.items()}
-    dataset = Dataset(by_name, weights, open_held_out(config, limit))
+    held_out = {name: _held_out(config, name, key, paths, limit) for name, (key, paths) in config.eval.files().items()}
+    dataset = Dataset(by_name, weights, held_out)
     if dataset.num_bad:
         first = "; ".join(dataset.bad_rows[:SHOWN_BAD_ROWS])
         _log.warning("%d bad rows are left out; the first: %s", dataset.num_bad, first)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, BinaryIO, Protocol, cast
 
 import msgspec
@@ -175,6 +176,7 @@ def pyarrow(path: str, kind: str, module: str = "pyarrow") -> Any:
 
 
 MAX_LINE_BYTES = 64 << 20
+SHOWN_CHARS = 60
 MAX_ARRAY_BYTES = 1 << 30
 """An array is in memory as a whole while its elements are read."""
 BOM = b"\xef\xbb\xbf"
@@ -228,7 +230,7 @@ class JsonlFile:
         value = exact_json(text)
         if isinstance(value, dict):
             return cast("Columns", value)
-        raise RowError(f"it is {_kind(value)}, not a JSON object", "write one object per row")
+        raise RowError(f"it is no JSON object: {shorten(text.decode(), SHOWN_CHARS)}", "write one object per row")
 
 
 def _line_texts(file: BinaryIO) -> Iterator[tuple[str, bytes, int]]:
@@ -248,16 +250,3 @@ def _first_mark(file: BinaryIO) -> bytes:
     while not head and (more := file.read(CHUNK_BYTES)):
         head = more.lstrip()
     return head[:1]
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    names: dict[type, str] = {
-        list: "an array",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), type(value).__name__)

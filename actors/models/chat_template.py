@@ -33,7 +33,7 @@ from jinja2.visitor import NodeTransformer
 from ...core.errors import DataError, ModelError, TemplateError
 from ...core.samples import REASONING_KEYS, Message
 from ...core.suggestion import nearest
-from .tokenizer_files import TOKENIZER_CONFIG, read_hf_tokenizer
+from .tokenizer_files import TOKENIZER_CONFIG
 
 MAX_STEPS = 2_000_000
 """Turns of loops, calls and outputs of one rendering."""
@@ -513,12 +513,23 @@ def _roles(messages: Sequence[dict[str, Any]]) -> str:
     return ", ".join(message["role"] for message in messages)
 
 
-def load_chat_template(
-    folder: str | Path, arguments: Mapping[str, Any] | None = None, *, day: date | None = None, hf_tokenizer: Any = None
-) -> ChatTemplate:
-    """As transformers finds it. `hf_tokenizer`: if it was read already. Raises ModelError for none."""
-    root = Path(folder)
-    hf_tokenizer = read_hf_tokenizer(root) if hf_tokenizer is None else hf_tokenizer
+class TemplateSettings(Protocol):
+    """Keys of the section `[data]`."""
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]: ...
+    @property
+    def date(self) -> str: ...
+
+
+def template_of(root: Path, data: TemplateSettings | None, hf_tokenizer: Any) -> ChatTemplate | PlainText:
+    """How conversations of a run are written, as transformers finds it; None: without arguments. Raises ModelError."""
+    if data is not None and not data.apply_chat_template:
+        return PlainText()
+    arguments = {} if data is None else data.chat_template_kwargs
+    day = date.fromisoformat(data.date) if data is not None and data.date else None
     stored: Any = hf_tokenizer.chat_template
     templates = cast("dict[str, Any]", stored) if isinstance(stored, dict) else {DEFAULT_NAME: stored}
     if not any(templates.values()):
@@ -540,29 +551,10 @@ def load_chat_template(
         source, str(place), hf_tokenizer.special_tokens_map, arguments, day=day, with_tools=with_tools
     )
     undeclared = find_undeclared_variables(TemplateSandbox(day).parse(source + with_tools)) if arguments else set[str]()
-    for name in (arguments or {}).keys() - undeclared:
+    for name in arguments.keys() - undeclared:
         if near := nearest(name, undeclared):
             raise ModelError(
                 f'{place}: the chat template does not look at "{name}" of chat_template_kwargs, but at "{near}"',
                 remedy=f'did you mean "{near}"? Else leave it out',
             )
     return template
-
-
-class TemplateSettings(Protocol):
-    """Keys of the section `[data]`."""
-
-    @property
-    def apply_chat_template(self) -> bool: ...
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any]: ...
-    @property
-    def date(self) -> str: ...
-
-
-def template_of(folder: str | Path, data: TemplateSettings, *, hf_tokenizer: Any = None) -> ChatTemplate | PlainText:
-    """How a run's conversations are written; see `load_chat_template`. Raises ModelError."""
-    if not data.apply_chat_template:
-        return PlainText()
-    day = date.fromisoformat(data.date) if data.date else None
-    return load_chat_template(folder, data.chat_template_kwargs, day=day, hf_tokenizer=hf_tokenizer)

@@ -75,17 +75,17 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
     context_length: int
     """`max_position_embeddings`: longest sequence in tokens."""
     tie_word_embeddings: bool
     window: int = 0
     """Tokens that the narrowest attention sees, the token itself included (Mistral, Qwen2); 0: it sees all. Our own
     code computes whole attention, which is the same for samples that are no longer."""
-    attention_bias: bool
+    attention_bias: bool = False
     """Whether q, k and v have a bias (Qwen2, some GLM-4 and GLM-4.5); the output projection never has one."""
-    has_qk_norm: bool
+    has_qk_norm: bool = False
     """Whether each head's q and k are normalised (Qwen3, GLM-4.5)."""
     dtype: str
     """Number type the weights are stored in, by the file's word."""
@@ -294,26 +294,22 @@ class _Fields:
     """Typed access to a JSON object; every complaint names the file and the key."""
 
     def __init__(self, source: Mapping[str, Any], place: str) -> None:
-        self._source = source
+        self.source = source
         self._place = place
 
     def fail(self, why: str, remedy: str = "mend the file, or use another model") -> ModelError:
         text = why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}..."
         return ModelError(f"{self._place}: {text}", remedy=remedy)
 
-    @property
-    def whole(self) -> Mapping[str, Any]:
-        return self._source
-
     def get(self, key: str) -> Any:
-        return self._source.get(key)
+        return self.source.get(key)
 
-    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        value = self._source.get(key)
+    def size(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_DIMENSION) -> int:
+        value = self.source.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_DIMENSION:
-            raise self.fail(f"{key} must be a whole number of at least {least}, it is {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.fail(f"{key} must be a whole number from {least} to {most}, it is {value!r}")
         return value
 
     def number(self, key: str, value: Any) -> float:
@@ -322,7 +318,7 @@ class _Fields:
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        value = self._source.get(key)
+        value = self.source.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -330,7 +326,7 @@ class _Fields:
         return value
 
     def ids(self, key: str) -> tuple[int, ...]:
-        return token_ids(self._source.get(key), f"{self._place}: {key}")
+        return token_ids(self.source.get(key), f"{self._place}: {key}")
 
 
 def token_ids(value: Any, place: str) -> tuple[int, ...]:
@@ -365,9 +361,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     is_glm = model_type == "glm4"
     attention = _latent_attention(fields) if model_type == "deepseek_v3" else _attention(fields, model_type)
-    layers = fields.size("num_hidden_layers")
-    if layers > MAX_LAYERS:
-        raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    layers = fields.size("num_hidden_layers", most=MAX_LAYERS)
     config = ModelConfig(
         model_type=str(model_type),
         vocab_size=fields.size("vocab_size"),
@@ -611,19 +605,19 @@ DEFAULT_WINDOW = 4096
 
 def _has_window(fields: _Fields, model_type: str) -> bool:
     if model_type == "mistral":
-        return fields.whole.get("sliding_window", DEFAULT_WINDOW) is not None
+        return fields.source.get("sliding_window", DEFAULT_WINDOW) is not None
     return model_type.startswith("qwen") and fields.get("use_sliding_window") is True
 
 
 def _window(fields: _Fields, model_type: str) -> int:
     """0 where it is as long as the context."""
-    window = fields.whole.get("sliding_window", DEFAULT_WINDOW) if _has_window(fields, model_type) else 0
+    window = fields.source.get("sliding_window", DEFAULT_WINDOW) if _has_window(fields, model_type) else 0
     return window if window < fields.size("max_position_embeddings") else 0
 
 
 def _window_obstacles(fields: _Fields, model_type: str) -> Iterator[str]:
     """Attention that does not see the whole context, but a window by one of the families' rules."""
-    has_window, window = _has_window(fields, model_type), fields.whole.get("sliding_window", DEFAULT_WINDOW)
+    has_window, window = _has_window(fields, model_type), fields.source.get("sliding_window", DEFAULT_WINDOW)
     if fields.get("use_sliding_window") and not has_window:
         yield "use_sliding_window is true"
     if has_window and (type(window) is not int or window < 2):
@@ -655,9 +649,9 @@ def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
 def _foreign(fields: _Fields, why: str) -> ModelConfig:
     """Sizes by any of the names that families give them; what a family does not say is 0, or follows from the rest."""
 
-    def size(*names: str, default: int | None = None) -> int:
+    def size(*names: str, default: int | None = None, most: int = MAX_DIMENSION) -> int:
         name = next((name for name in names if fields.get(name) is not None), names[0])
-        return fields.size(name, default)
+        return fields.size(name, default, most=most)
 
     if isinstance(fields.get("text_config"), dict):
         raise fields.fail(
@@ -665,9 +659,7 @@ def _foreign(fields: _Fields, why: str) -> ModelConfig:
             "use the folder of a language model alone",
         )
     hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", default=1)
-    layers = size("num_hidden_layers", "n_layer", "num_layers")
-    if layers > MAX_LAYERS:
-        raise fields.fail(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    layers = size("num_hidden_layers", "n_layer", "num_layers", most=MAX_LAYERS)
     head_dim = size("head_dim", default=max(hidden // heads, 1))
     return ModelConfig(
         model_type=str(fields.get("model_type")),
@@ -678,17 +670,13 @@ def _foreign(fields: _Fields, why: str) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads", default=heads),
         head_dim=head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
         context_length=size("max_position_embeddings", "n_positions", "max_sequence_length"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
-        attention_bias=False,
-        has_qk_norm=False,
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         rotary_dim=head_dim,
         foreign=why if len(why) <= MAX_TOLD else f"{why[:MAX_TOLD]}...",
         eos_token_ids=fields.ids("eos_token_id"),
-        source=dict(fields.whole),
+        source=dict(fields.source),
     )
 
 

@@ -24,7 +24,6 @@ from .chat_template import (
     PlainText,
     TemplateParts,
     TemplateSettings,
-    load_chat_template,
     template_of,
 )
 from .hf_folder import CONFIG, MAX_TOKENIZER_BYTES, TOKENIZER, find_tokenizer, read_eos_token_ids
@@ -169,10 +168,7 @@ def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | 
     _check_pace(root / TOKENIZER, tokenizer)
     end_ids = load_eos_token_ids(root, hf, vocabulary)
     beyond = _beyond_embedding(root, tokenizer, end_ids, vocabulary)
-    if template is None:
-        rendered: ChatTemplate | PlainText = load_chat_template(root, hf_tokenizer=hf)
-    else:
-        rendered = template if isinstance(template, PlainText) else template_of(root, template, hf_tokenizer=hf)
+    rendered = template if isinstance(template, PlainText) else template_of(root, template, hf)
     return FolderTokenizer(tokenizer, rendered, end_ids, beyond)
 
 

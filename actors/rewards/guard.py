@@ -175,11 +175,8 @@ class Guarded:
     def seconds(self) -> dict[str, float]:
         """Of all calls that ended, by what took them: "queue" until a worker had it, "function", and "messages" to the
         worker and back. Nothing of what has no workers."""
-        seconds: dict[str, float] = {}
-        for guard in self._parts:
-            for kind, spent_s in guard.seconds().items():
-                seconds[kind] = seconds.get(kind, 0.0) + spent_s
-        return seconds
+        parts = [guard.seconds() for guard in self._parts]
+        return {kind: sum(part.get(kind, 0.0) for part in parts) for part in parts for kind in part}
 
     async def close(self) -> None:
         await all_ended(guard.close() for guard in self._parts)
@@ -215,11 +212,11 @@ WORST = frozenset({"reward/error_rate", "reward/is_paused"})
 class CallGuard(Guarded):
     """Of one thing that is called, in one rollout actor, on its loop."""
 
-    def __init__(self, settings: RewardSettings, what: str, kind: str = "reward", *, masks: bool = False) -> None:
-        """`what` is called; `kind`: first word of its events and gauges. `masks`: a failure costs its sample alone."""
+    def __init__(self, settings: RewardSettings, subject: str, kind: str = "reward", *, masks: bool = False) -> None:
+        """Of `subject`. `kind`: first word of its events and gauges. `masks`: failures cost samples, not groups."""
         super().__init__()
         self._settings = settings
-        self._what = what
+        self._subject = subject
         self._kind = kind
         self._masks = masks
         self._budget = ErrorBudget(settings.max_error_rate)
@@ -293,7 +290,7 @@ class CallGuard(Guarded):
             return  # it says nothing of the time since
         if self._outage_s is not None:
             waited_s, self._outage_s = _now_s() - self._outage_s, None
-            self._tell(f"{self._kind}-works-again", f"{self._what} works again after {waited_s:.0f} s")
+            self._tell(f"{self._kind}-works-again", f"{self._subject} works again after {waited_s:.0f} s")
             self._ring()
         else:
             for group_id in self._in_a_row:  # it was no outage: they count
@@ -321,12 +318,12 @@ class CallGuard(Guarded):
             self._outage_s = _now_s()
             self._tell(
                 f"{self._kind}-paused",
-                f"{self._what} failed for {settings.pause_after} groups in a row and is left alone for "
+                f"{self._subject} failed for {settings.pause_after} groups in a row and is left alone for "
                 f"{settings.cool_down_s:g} s; answers wait; last: it {cause}",
             )
         elif self._outage_s is not None and not self._fatal and _now_s() - self._outage_s >= settings.max_outage_s:
             self._fatal = (
-                f"{self._what} has not worked for {_now_s() - self._outage_s:.0f} s, more than "
+                f"{self._subject} has not worked for {_now_s() - self._outage_s:.0f} s, more than "
                 f"reward.max_outage_s = {settings.max_outage_s:g} allows; last: it {cause}"
             )
             self._tell(f"{self._kind}-given-up", self._fatal)
@@ -344,7 +341,7 @@ class CallGuard(Guarded):
         if self._settings.on_error == "drop":
             lost = "its sample is masked" if self._masks else "its group is lost"
         then = "it waits" if is_for_later else lost
-        self._tell(f"{self._kind}-failed", f"{self._what} {cause} (group {group_id}): {then}{so_far}")
+        self._tell(f"{self._kind}-failed", f"{self._subject} {cause} (group {group_id}): {then}{so_far}")
 
     def gauges(self) -> dict[str, float]:
         failed, calls = self._budget.recent
@@ -372,4 +369,4 @@ class CallGuard(Guarded):
         else:
             return ""
         allowed = f"more than reward.max_error_rate = {self._budget.max_rate:g} allows"
-        return f"{self._what} {failures}, {allowed}; last: {self.last_error}"
+        return f"{self._subject} {failures}, {allowed}; last: {self.last_error}"

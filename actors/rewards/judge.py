@@ -69,10 +69,10 @@ class Judges:
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])) or next(iter(args))
-            if first["type"] == "extra_forbidden":
-                remedy = suggest(name, JudgeSettings.model_fields)
-                raise ConfigError(f'{key}.{name}: reward "judge" takes no such argument', remedy=remedy) from None
-            raise ConfigError(f"{key}.{name}: {first['msg']}", remedy="see [judge]") from None
+            is_unknown = first["type"] == "extra_forbidden"
+            cause = 'reward "judge" takes no such argument' if is_unknown else first["msg"]
+            remedy = suggest(name, JudgeSettings.model_fields) if is_unknown else "see [judge]"
+            raise ConfigError(f"{key}.{name}: {cause}", remedy=remedy) from None
         if settings.url or settings.model in model_names:
             return settings
         if not settings.model:
@@ -111,7 +111,7 @@ class JudgeReward:
         self._posts = posts
         self._strips = strips
         self._room = asyncio.Semaphore(settings.max_calls)
-        self._known = OrderedDict[bytes, float]()
+        self._scores = OrderedDict[bytes, float]()
         """By the digest of the text; the one that was used last is the last."""
         self._asking = WeakValueDictionary[bytes, asyncio.Lock]()
         """Of these texts: answers that are alike wait for one request."""
@@ -146,17 +146,17 @@ class JudgeReward:
         settings, digest = self._settings, blake2b(text.encode(errors="replace"), digest_size=16).digest()
         turn = self._asking.setdefault(digest, asyncio.Lock()) if settings.cache else asyncio.Lock()
         async with turn, self._room:
-            if digest in self._known:
+            if digest in self._scores:
                 self._counts["cache_hits"] += 1
-                self._known.move_to_end(digest)
-                return self._known[digest]
+                self._scores.move_to_end(digest)
+                return self._scores[digest]
             try:
                 score = await tried(lambda: self._try(text), tries=settings.tries, backoff_s=settings.backoff_s)
             except NoAnswer as failed:
                 raise CallFailed(str(failed)) from failed
-            self._known[digest] = score
-            while len(self._known) > settings.cache:
-                self._known.popitem(last=False)
+            self._scores[digest] = score
+            while len(self._scores) > settings.cache:
+                self._scores.popitem(last=False)
             return score
 
     async def _try(self, text: str) -> float:

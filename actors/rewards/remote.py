@@ -135,7 +135,8 @@ class RemoteReward:
         await self._posts.close()
 
     def _body(self, answers: Answers) -> bytes:
-        bodies = [_body_of(answer) for answer in answers]
+        names = [name for name in Completion.__struct_fields__ if name not in ("text", "begins_in_thought")]
+        bodies = [{"response": answer.text} | {name: getattr(answer, name) for name in names} for answer in answers]
         try:
             return msgspec.json.encode({"answers": bodies} if self._takes_group else bodies[0])
         except (TypeError, ValueError) as error:
@@ -147,11 +148,3 @@ class RemoteReward:
             return msgspec.json.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CallFailed(f"{self._options.url} answered with what is no JSON: {shown(raw)!r}") from error
-
-
-def _body_of(answer: Completion) -> dict[str, Any]:
-    """A completion, its text under the name that such services know."""
-    fields = {
-        name: getattr(answer, name) for name in answer.__struct_fields__ if name not in ("text", "begins_in_thought")
-    }
-    return {**fields, "response": answer.text}

@@ -55,14 +55,12 @@ def by_length(settings: RewardSettings, answers: Answers, outcomes: Outcomes) ->
     """Outcomes lowered by the cost of length, which is a separate part in them."""
     if not settings.overlong_tokens:
         return outcomes
-    lowered: list[RewardOutcome] = []
-    for answer, outcome in zip(answers, outcomes, strict=True):
-        share = overlong_penalty(
-            answer.num_tokens, max_tokens=settings.overlong_tokens, buffer=settings.overlong_buffer
-        )
-        cost = settings.overlong_penalty * share
-        lowered.append(RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost}))
-    return tuple(lowered)
+    penalty = partial(overlong_penalty, max_tokens=settings.overlong_tokens, buffer=settings.overlong_buffer)
+    costs = [settings.overlong_penalty * penalty(answer.num_tokens) for answer in answers]
+    return tuple(
+        RewardOutcome(outcome.value + cost, {**outcome.parts, OVERLONG: cost})
+        for outcome, cost in zip(outcomes, costs, strict=True)
+    )
 
 
 SLACK_S = 1.0
@@ -127,10 +125,8 @@ class Rewarder(Scorer):
         is_nought = [answer.is_truncated and self._settings.truncated == "zero" for answer in answers]
         if all(is_nought):
             return tuple(RewardOutcome(0.0) for _ in answers)
-        outcomes = await self._called(answers)
-        return tuple(
-            RewardOutcome(0.0) if nought else outcome for nought, outcome in zip(is_nought, outcomes, strict=True)
-        )
+        pairs = zip(is_nought, await self._called(answers), strict=True)
+        return tuple(RewardOutcome(0.0) if nought else outcome for nought, outcome in pairs)
 
     async def _called(self, answers: Answers) -> Outcomes:
         try:

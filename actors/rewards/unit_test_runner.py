@@ -40,16 +40,7 @@ ACTS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 """What is asked of an object of the answer."""
 LEETCODE = (
-    "typing",
-    "collections",
-    "functools",
-    "itertools",
-    "heapq",
-    "bisect",
-    "math",
-    "operator",
-    "random",
-    "string",
+    "re io sys copy json datetime random string math bisect heapq itertools functools operator collections typing"
 )
 """Modules that LeetCode imports for a `class Solution`, all of their names included."""
 PRECISION = 1e-6
@@ -158,17 +149,17 @@ def answer_calls(code: str, channel: int) -> None:
         return len(objects) - 1
 
     if "class Solution" in code:
-        for name in LEETCODE:  # among the built-ins, where tests do not find them as the answer's
-            known = importlib.import_module(name)
-            for key in (name, *(key for key in vars(known) if not key.startswith("_"))):
-                builtins.__dict__.setdefault(key, getattr(known, key, known))
+        for name in LEETCODE.split():  # among the built-ins, where tests do not find them as the answer's
+            imported = importlib.import_module(name)
+            public = {key: value for key, value in vars(imported).items() if not key.startswith("_")}
+            builtins.__dict__.update({**public, **vars(builtins), name: imported})
     exec(compile(code, NAME, "exec"), module.__dict__)  # noqa: S102
     with socket.socket(fileno=channel) as runner:
         while True:
             act, arguments = json.loads(received(runner, time.monotonic() + 1e6))
             try:
-                args, named = (unpacked(form, resolve) for form in arguments)
-                reply = {"value": packed(ACTS[act](*args, **named), refer)}
+                args, keywords = (unpacked(form, resolve) for form in arguments)
+                reply = {"value": packed(ACTS[act](*args, **keywords), refer)}
             except BaseException as error:  # noqa: BLE001 -- the test is to see it
                 reply = {"raised": type(error).__name__, "text": str(error)[:500]}
             runner.sendall(json.dumps(reply).encode() + b"\n")
@@ -202,9 +193,9 @@ class RunningAnswer:
             os.close(file)
             return received(channel, self.until_s, b"").decode(errors="replace")
 
-    def asked(self, act: str, *args: Any, **named: Any) -> Any:
+    def asked(self, act: str, *args: Any, **keywords: Any) -> Any:
         """Raises what the answer raised, Gone, or BadTests for arguments that cannot be sent."""
-        line = json.dumps([act, [packed(list(args), reference_of), packed(named, reference_of)]]).encode() + b"\n"
+        line = json.dumps([act, [packed(list(args), reference_of), packed(keywords, reference_of)]]).encode() + b"\n"
         self._channel = self._channel or self._started(b"c")
         try:
             self._channel.sendall(line)
@@ -231,8 +222,8 @@ class StandIn:
             raise AttributeError(name)
         return self._answer.asked("getattr", self, name)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._answer.asked("call", self, *args, **named)
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._answer.asked("call", self, *args, **keywords)
 
     def __getitem__(self, key: Any) -> Any:
         return self._answer.asked("getitem", self, key)

@@ -159,8 +159,8 @@ def unit_tests_reward(
         )  # fmt: skip
 
     async def unit_tests(completion: Completion) -> float:
-        tests, text, given = tests_of(completion.label), completion.text, completion.messages[-1:]
-        if given and given[0].role == "assistant" and len(completion.turns) < 2:
+        tests, text, last_message = tests_of(completion.label), completion.text, completion.messages[-1:]
+        if last_message and last_message[0].role == "assistant" and len(completion.turns) < 2:
             text = completion.prompt + text  # the row began the turn, perhaps with a fence
         read = after_thought(text, begins_inside=completion.begins_in_thought) if strip_thinking else text
         if not read or not (code := fenced_code(read)).strip():

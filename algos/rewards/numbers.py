@@ -209,11 +209,12 @@ SPACES = (
     (re.compile(r"\\frac\{([^{}]{1,400})\}\s?(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s?\{([^{}]{1,400})\}\s?\{"), r"\\frac{\1}{"),
 )
+FULL_WIDTH = {chr(0xFF01 + i): chr(0x21 + i) for i in range(94) if i != 12}  # but for the comma
 SIGNS = {
     **dict.fromkeys("\u2212\u2013\u2010\u2011\u2012\ufe63\uff0d", "-"),
     **dict.fromkeys("×✕⨯", "\\times "), **dict.fromkeys("·⋅∙", "\\cdot "),
     "⁄": "/", "∕": "/", "÷": "/", "′": "'", "\uffe5": "¥", "\uffe1": "£",
-    **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94) if i != 12},
+    **FULL_WIDTH,
     **{chr(zero + i): str(i) for zero in (0x0660, 0x06F0, 0x0966, 0x09E6) for i in range(10)}, "٫": ".", "٬": ",",
     **{sign: f" {a}/{b}" for sign, a, b in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888", strict=True)},
 }  # fmt: skip

@@ -65,15 +65,15 @@ def outcomes_of(returned: object, num_answers: int) -> tuple[RewardOutcome, ...]
     return tuple(each_of(returned, places, "rewards", lambda entry, _: outcome_of(entry)))
 
 
-def each_of(returned: object, places: Sequence[str], what: str, judge: Callable[[object, int], T]) -> list[T]:
+def each_of(returned: object, places: Sequence[str], noun: str, judge: Callable[[object, int], T]) -> list[T]:
     """One entry for each of `places`, such as "answer 0", as `judge` takes it, with its number. Raises Unusable; what
     `judge` says is said with the place."""
     count = len(places)
     if not is_in_order(returned):
-        raise Unusable(f"returned a value of type {type(returned).__name__}, not a sequence of {count} {what}")
+        raise Unusable(f"returned a value of type {type(returned).__name__}, not a sequence of {count} {noun}")
     entries = list(cast("Iterable[object]", returned))
     if len(entries) != count:
-        raise Unusable(f"returned {len(entries)} {what} for {count} {places[0].partition(' ')[0]}s")
+        raise Unusable(f"returned {len(entries)} {noun} for {count} {places[0].partition(' ')[0]}s")
     judged: list[T] = []
     for index, entry in enumerate(entries):
         try:
@@ -90,20 +90,20 @@ def is_in_order(value: object) -> bool:
     return is_sequence and not issubclass(kind, str | bytes | bytearray | Mapping | Set)
 
 
-def number_of(value: object, where: str = "") -> float:
+def number_of(value: object, place: str = "") -> float:
     """A finite number that float32 holds, as a Python float. Raises Unusable."""
     scalar = _scalar(value)
     if scalar is None:
         shape_text = f" and of shape {shape}" if (shape := _shape_of(value)) else ""
-        raise Unusable(f"returned a value of type {type(value).__name__}{shape_text}{where}, not a number")
+        raise Unusable(f"returned a value of type {type(value).__name__}{shape_text}{place}, not a number")
     try:
         number = float(scalar)
     except OverflowError:
-        raise Unusable(f"returned a number{where} that is too large") from None
+        raise Unusable(f"returned a number{place} that is too large") from None
     if not math.isfinite(number):
-        raise Unusable(f"returned {number}{where}")
+        raise Unusable(f"returned {number}{place}")
     if abs(number) > LARGEST:
-        raise Unusable(f"returned {number:g}{where}, which is too large for a float32")
+        raise Unusable(f"returned {number:g}{place}, which is too large for a float32")
     return number
 
 

@@ -11,6 +11,7 @@ from collections import Counter, deque
 
 from ...core.completions import Completion
 from .extraction import accepted_labels, after_marker, boxed, in_tag, read_answer
+from .numbers import FULL_WIDTH
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
@@ -77,9 +78,6 @@ IN_PARENTHESES = re.compile(r"\(([A-Z])\)")
 MAX_MARKED_CHARS = 200
 TAIL_CHARS = 20_000
 """In running text, so much of the end is looked at."""
-FULL_WIDTH = str.maketrans(
-    {chr(0xFF21 + i): chr(0x41 + i) for i in range(26)} | {chr(0xFF41 + i): chr(0x61 + i) for i in range(26)}
-)
 
 
 def f1(completion: Completion) -> float:
@@ -99,7 +97,7 @@ def choice(completion: Completion) -> float:
     letters = {letter for label in accepted_labels(completion.label) if (letter := _letter(label)) is not None}
     if not letters:
         raise ValueError(f"the label {completion.label[:80]!r} is not the letter of a choice")
-    return float(_chosen_letter(completion.text.translate(FULL_WIDTH)) in letters)
+    return float(_chosen_letter(completion.text.translate(str.maketrans(FULL_WIDTH))) in letters)
 
 
 def _overlap(answer: list[str], label: list[str]) -> float:

@@ -32,8 +32,8 @@ def failure(folder: Path, content: str | bytes, name: str = "t.jsonl", **section
 BAD_LINES: dict[str, str] = {
     "not json": "column 1",
     '{"prompt": NaN}': "NaN",
-    "null": "null",
-    "3": "number",
+    "null": "it is no JSON object: null",
+    "3": "it is no JSON object: 3",
     "{}": '"prompt" is missing',
     '{"prompt": "a", "answer": "b"}': "data.label_key",  # the reward compares with it
     '{"prompt": null}': '"prompt" is null',

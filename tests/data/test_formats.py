@@ -145,7 +145,7 @@ def test_f7_a_bad_row_is_told_with_its_place_in_every_format(tmp_path: Path, kin
         ('[{"prompt": "a",\n "label": nope}]', "t.json: is no JSON array: "),
         ("[]", "t.json: the file holds no rows"),
         ('[{"prompt": "a", "label": "1"}]\n["b"]', "t.json: is no JSON array: "),
-        ('[{"prompt": "a", "label": "1"}, 3]', "t.json, element 1: it is a number, not a JSON object"),
+        ('[{"prompt": "a", "label": "1"}, 3]', "t.json, element 1: it is no JSON object: 3"),
         ("[" * 100_000, "t.json: is no JSON array: "),
         ('[{"prompt": "a", "label": NaN}]', "t.json: is no JSON array: "),
     ],

@@ -63,7 +63,7 @@ def test_error():
     with pytest.raises(TypeError):
         double(None)
 """
-LEETCODE = "class Solution:\n    def total(self, nums: List[int], more: Optional[int]) -> float:\n        sums = defaultdict(int)\n        for n in nums: sums[pow(n, 1, 5) * 0] += n\n        return ceil(sums[0]) if sums[0] < inf else heapq.heappop(nums)\n"
+LEETCODE = "class Solution:\n    def total(self, nums: List[int], more: Optional[int]) -> float:\n        sums = defaultdict(int)\n        for n in nums: sums[pow(n, 1, 5) * 0] += n\n        return ceil(sums[0]) if bisect.bisect_left(copy.copy(nums), 9) and re.match('a', 'a') else heapq.heappop(nums)\n"
 STACK = "class Stack:\n    def __init__(self): self.items = []\n    def push(self, one): self.items.append(one)\n    def __len__(self): return len(self.items)\n    def pop(self): return self.items.pop()\n"
 USES = "s = Stack()\ns.push((1, 2))\ns.push({'a': {3}})\nassert len(s) == 2\nassert s.pop() == {'a': {3}}\nassert s.pop() == (1, 2)\ntry:\n    s.pop()\nexcept IndexError:\n    pass\nelse:\n    raise AssertionError"
 
