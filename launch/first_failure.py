@@ -118,17 +118,17 @@ class FirstFailure:
         return "\n".join([*log, f"first failure: {self._what()}", *cause])
 
     def _what(self) -> str:
-        named = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
+        failure = self.reason if self.reason.startswith(self.actor) else f"{self.actor}: {self.reason}"
         explained = self.ended_by or meaning(self.status)
-        where = f" (node {self.node})" if self.node else ""
-        return f"{named}{where}" + (f": {explained}" if explained and self.status not in HOPELESS else "")
+        node = f" (node {self.node})" if self.node else ""
+        return f"{failure}{node}" + (f": {explained}" if explained and self.status not in HOPELESS else "")
 
     def _place(self) -> str:
         return self.log_path + (f" on node {self.node}" if self.node else "")
 
     def _split(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        at = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
-        return self.tail[:at], self.tail[at:]
+        first = max((i for i, line in enumerate(self.tail) if line.startswith(CAUSE)), default=len(self.tail))
+        return self.tail[:first], self.tail[first:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +165,9 @@ class Failures:
         failure = replace(self._first, log_path=end.log_path, tail=end.tail, node=end.node, status=end.status)
         return replace(failure, ended_by=by)
 
-    def killed(self, actor: str, attempt: int, who: str) -> None:
-        """This run kills that attempt; `who` asked for it, and why. The kernel is not to be blamed for it."""
-        self._killers[actor, attempt] = who
+    def killed(self, actor: str, attempt: int, killer: str) -> None:
+        """This run kills that attempt; `killer` asked for it, and why. The kernel is not to be blamed for it."""
+        self._killers[actor, attempt] = killer
 
     def blame(self, actor: str, reason: str, now: float) -> None:
         """An actor failed for good; only the first one counts."""
@@ -175,13 +175,13 @@ class Failures:
             self._first = FirstFailure(actor, reason)
             self._at = now
 
-    def note_end(self, end: ChildEnd, words: str, now: float) -> None:
+    def note_end(self, end: ChildEnd, status_text: str, now: float) -> None:
         """A process ended. After the first failure all are ended, so later failures are consequences."""
         if self._first is None or end.name == self._first.actor:
             self._ends[end.name] = end
         elif end.status > 0:
             why = next((line.removeprefix(CAUSE) for line in reversed(end.tail) if line.startswith(CAUSE)), "")
-            self.add(f"{end.name} ended with {words}" + (f": {why}" if why else ""), now)
+            self.add(f"{end.name} ended with {status_text}" + (f": {why}" if why else ""), now)
 
     def add(self, text: str, now: float) -> None:
         if self._first is not None:
@@ -189,7 +189,7 @@ class Failures:
             self._first = replace(self._first, followed=(*self._first.followed, line))
 
 
-def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
+def read_tail(path: Path) -> tuple[str, ...]:
     """The last lines of a log, long lines cut; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
@@ -199,10 +199,10 @@ def read_tail(path: Path, num_lines: int = NUM_LINES) -> tuple[str, ...]:
     except OSError:
         return ()
     lines = [line.rstrip() for line in text.splitlines()]
-    kept = [_cut(line, MAX_CAUSE if line.startswith(CAUSE) else MAX_LINE) for line in lines]
-    while kept and not kept[-1]:
-        kept.pop()
-    return tuple(kept[-num_lines:])
+    lines = [_cut(line, MAX_CAUSE if line.startswith(CAUSE) else MAX_LINE) for line in lines]
+    while lines and not lines[-1]:
+        lines.pop()
+    return tuple(lines[-NUM_LINES:])
 
 
 def read_end(path: Path, status: int) -> tuple[str, ...]:
@@ -211,16 +211,14 @@ def read_end(path: Path, status: int) -> tuple[str, ...]:
     if status <= 0 or any(line.startswith(CAUSE) for line in tail):
         return tail
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, b"\n")  # a quota is no less full than a disk, and statvfs does not show it
-        finally:
-            os.close(descriptor)
+        with path.open("r+b", buffering=0) as log:
+            log.seek(0, os.SEEK_END)
+            log.write(b"\n")  # a quota is no less full than a disk, and statvfs does not show it
     except FileNotFoundError:
         return tail
     except OSError as error:
-        what = f"{CAUSE}nothing can be written to its log any more: {error.strerror}"
-        return (*tail[1 - NUM_LINES :], f"{what} -- make room in {path.parent}")
+        cause = f"{CAUSE}nothing can be written to its log any more: {error.strerror}"
+        return (*tail[1 - NUM_LINES :], f"{cause} -- make room in {path.parent}")
     return tail
 
 

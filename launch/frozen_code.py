@@ -48,37 +48,36 @@ def freeze(config: RunConfig, run_dir: Path) -> Frozen:
     names: dict[str, str] = {}
     files: dict[str, str] = {}
     for key in KEYS:
-        where, _, attr = str(getattr(config.algo, key)).rpartition(":")
-        if where.endswith(".py"):
-            folder, found = _copy_of(Path(where).absolute(), run_dir / CODE, f"algo.{key}")
-            files |= {f"{CODE}/{folder}/{path}": text for path, text in found.items()}
-            names[key] = f"{CODE}/{folder}/{Path(where).name}:{attr}"
+        file, _, attr = str(getattr(config.algo, key)).rpartition(":")
+        if file.endswith(".py"):
+            folder, copies = _copy_of(Path(file).absolute(), run_dir / CODE, f"algo.{key}")
+            files |= {f"{CODE}/{folder}/{path}": text for path, text in copies.items()}
+            names[key] = f"{CODE}/{folder}/{Path(file).name}:{attr}"
     if sum(len(text.encode()) for text in files.values()) > MAX_BYTES:
         raise ConfigError(
             f"the files of {', '.join(f'algo.{key}' for key in names)} have more than {MAX_BYTES >> 10} KiB, with what "
             "they import from beside them",
             remedy="install what is large as a module",
         )
-    whole = {key: f"{run_dir.absolute()}/{name}" for key, name in names.items()}
-    used, told = _renamed(config, whole), _renamed(config, names)
-    environments = {one.environment for _, value in config.data_files() for one in parse_sources(value)} - {""}
+    absolute = {key: f"{run_dir.absolute()}/{name}" for key, name in names.items()}
+    used, written = _renamed(config, absolute), _renamed(config, names)
+    environments = {source.environment for _, value in config.data_files() for source in parse_sources(value)} - {""}
     if environments:
         for name in sorted(environments):
             _write_rows(name, config.environments[name], run_dir / ROWS / f"{name}.jsonl")
-        used, told = _with_rows(used, f"{run_dir.absolute()}/{ROWS}/"), _with_rows(told, f"{ROWS}/")
-    return Frozen(used, dump_config(told), files)
+        used, written = _with_rows(used, f"{run_dir.absolute()}/{ROWS}/"), _with_rows(written, f"{ROWS}/")
+    return Frozen(used, dump_config(written), files)
 
 
-def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
+def _write_rows(name: str, settings: EnvironmentSettings, path: Path) -> None:
     """Unless they are there. Raises ConfigError if the environment gives none."""
     if path.exists():
         return
-    command = (of.python or sys.executable, "-P", "-m", ENVIRONMENT_WORKER)
-    spec = json.dumps({"name": name, "kind": of.kind, "id": of.id, "args": of.args}).encode()
+    command = (settings.python or sys.executable, "-P", "-m", ENVIRONMENT_WORKER)
+    spec = json.dumps({"name": name, "kind": settings.kind, "id": settings.id, "args": settings.args}).encode()
+    env = {**os.environ, **settings.env}
     try:
-        done = subprocess.run(
-            command, input=spec, env={**os.environ, **of.env}, capture_output=True, timeout=MAX_ROWS_S, check=False
-        )
+        done = subprocess.run(command, input=spec, env=env, capture_output=True, timeout=MAX_ROWS_S, check=False)
         cause = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done.returncode else ""
         cause = cause or ("" if done.stdout else "it has no rows")
         rows = done.stdout
@@ -95,23 +94,20 @@ def _write_rows(name: str, of: EnvironmentSettings, path: Path) -> None:
 def _with_rows(config: RunConfig, folder: str) -> RunConfig:
     """With the files in place of the environments."""
 
-    def named(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def in_folder(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(value, str):
-            return tuple(str(named(one)) for one in value)
+            return tuple(str(in_folder(path)) for path in value)
         if not value.startswith(ENVIRONMENT):
             return value
-        name, found, rest = value.removeprefix(ENVIRONMENT).partition("@")
-        return f"{folder}{name}.jsonl{found}{rest}"
+        name, sign, rows = value.removeprefix(ENVIRONMENT).partition("@")
+        return f"{folder}{name}.jsonl{sign}{rows}"
 
     data, held_out = config.data, config.eval
-    sources = {name: one.model_copy(update={"path": named(one.path)}) for name, one in data.sources.items()}
-    sets = {name: one.model_copy(update={"path": named(one.path)}) for name, one in held_out.sets.items()}
-    return config.model_copy(
-        update={
-            "data": data.model_copy(update={"train": named(data.train), "sources": sources}),
-            "eval": held_out.model_copy(update={"data": named(held_out.data), "sets": sets}),
-        }
-    )
+    sources = {name: part.model_copy(update={"path": in_folder(part.path)}) for name, part in data.sources.items()}
+    sets = {name: part.model_copy(update={"path": in_folder(part.path)}) for name, part in held_out.sets.items()}
+    data = data.model_copy(update={"train": in_folder(data.train), "sources": sources})
+    held_out = held_out.model_copy(update={"data": in_folder(held_out.data), "sets": sets})
+    return config.model_copy(update={"data": data, "eval": held_out})
 
 
 def _renamed(config: RunConfig, names: Mapping[str, str]) -> RunConfig:
@@ -137,25 +133,25 @@ def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:
         return path.parent.name, {
             file.relative_to(path.parent).as_posix(): _text(file, key) for file in sorted(path.parent.rglob("*.py"))
         }
-    found: dict[str, str] = {}
-    _gather(path, path.parent, found, key)
+    copies: dict[str, str] = {}
+    _gather(path, path.parent, copies, key)
     mark = hashlib.blake2b(digest_size=6)
-    for name, text in sorted(found.items()):
+    for name, text in sorted(copies.items()):
         mark.update(f"{name}\0{text}\0".encode())
-    return mark.hexdigest(), found
+    return mark.hexdigest(), copies
 
 
-def _gather(file: Path, folder: Path, found: dict[str, str], key: str) -> None:
+def _gather(file: Path, folder: Path, copies: dict[str, str], key: str) -> None:
     name = file.relative_to(folder).as_posix()
-    if name in found:
+    if name in copies:
         return
-    found[name] = _text(file, key)
-    for module in _imported(found[name], file, key):
+    copies[name] = _text(file, key)
+    for module in _imported(copies[name], file, key):
         if (beside := folder / f"{module}.py").is_file():
-            _gather(beside, folder, found, key)
+            _gather(beside, folder, copies, key)
         elif (folder / module / "__init__.py").is_file():
             for part in sorted((folder / module).rglob("*.py")):
-                _gather(part, folder, found, key)
+                _gather(part, folder, copies, key)
 
 
 def _imported(text: str, file: Path, key: str) -> set[str]:

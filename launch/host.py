@@ -86,8 +86,9 @@ def free_at(folder: str) -> int | None:
 def listen_trouble(host: str, port: int) -> str:
     """Why that cannot be listened on; empty if it can. Port 0 means any free one."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port used lately is free
             probe.bind(address)

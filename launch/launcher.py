@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import uvloop
 from rich.console import Console
 
@@ -38,15 +37,7 @@ from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
 from .nodes.agent import Agent, AgentOptions
 from .nodes.follower import follow
-from .nodes.launch_options import (
-    LaunchOptions,
-    agent_options,
-    check_own,
-    facts_of,
-    fork_server_of,
-    seen_gpus,
-    with_start,
-)
+from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .run_dir import RunDir
@@ -147,8 +138,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
-                own = agent_options(options, options.place, rendezvous, runtime.path, config, fork_server)
-                ending = await _conduct(context, rendezvous, runtime, own, options, screen)
+                node_0 = agent_options(options, options.place, rendezvous, runtime.path, config, fork_server)
+                ending = await _conduct(context, rendezvous, runtime, node_0, options, screen)
     screen.finish(ending, options.next_steps)
     return replace(ending, run_dir=run_dir.path)
 
@@ -207,17 +198,17 @@ async def _conduct(
     context: VerbContext,
     rendezvous: NodeRendezvous,
     runtime: RuntimeDir,
-    own: AgentOptions,
+    node_0: AgentOptions,
     options: LaunchOptions,
     screen: Screen,
 ) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    agent = Agent(own, rendezvous.exit_seen)
+    agent = Agent(node_0, rendezvous.exit_seen)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
-    gpus = await in_daemon_thread(partial(seen_gpus, supervisor.actors.specs, 0), "gpus")
-    await supervisor.join(msgspec.structs.replace(facts_of(options.place, rendezvous), gpus=gpus))
+    facts = partial(facts_of, options.place, rendezvous, supervisor.actors.specs)
+    await supervisor.join(await in_daemon_thread(facts, "facts"))
     lead = Lead(
         supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
         say=screen.say, tell=screen.tell,

@@ -95,11 +95,9 @@ def find_place(
     return NodePlace(place, nodes, met, most)
 
 
-def _num_nodes(given: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
-    if isinstance(given, tuple):
-        return given
-    if given is not None:
-        return given, 0
+def _num_nodes(flag: int | tuple[int, int] | None, env: Mapping[str, str]) -> tuple[int, int]:
+    if flag is not None:
+        return flag if isinstance(flag, tuple) else (flag, 0)
     name = next((name for name in _NUM_NODES if env.get(name)), "")
     if not name:
         check_is_one(env, remedy="give --nnodes and --node-rank, or unset it")
@@ -113,8 +111,8 @@ def check_is_one(env: Mapping[str, str], remedy: str) -> None:
     for name, rank_name in _SIZES.items():
         if env.get(name, "") not in ("", "1", "0"):
             rank, size = env.get(rank_name, "unknown"), env[name]
-            what = f"{name}={size} and {rank_name}={rank} are set: {size} processes would start a whole run each"
-            raise ConfigError(what, remedy=remedy)
+            cause = f"{name}={size} and {rank_name}={rank} are set: {size} processes would start a whole run each"
+            raise ConfigError(cause, remedy=remedy)
 
 
 def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None, flag: str) -> tuple[str, int]:

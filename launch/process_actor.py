@@ -102,9 +102,9 @@ def thread_stacks() -> str:
 
 def task_stacks(loop: asyncio.AbstractEventLoop) -> str:
     """Of all tasks of that loop; equal ones are written once, with their number."""
-    own = asyncio.current_task(loop)
+    asking = asyncio.current_task(loop)
     by_stack: dict[str, list[str]] = {}
-    tasks = sorted((task for task in asyncio.all_tasks(loop) if task is not own), key=lambda task: task.get_name())
+    tasks = sorted((task for task in asyncio.all_tasks(loop) if task is not asking), key=lambda task: task.get_name())
     for task in tasks[:MAX_TASKS]:
         lines = "".join(
             f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}\n'
@@ -125,7 +125,7 @@ def _frames(awaited: Any) -> Iterator[FrameType]:
             return
         yield frame
         inner = (getattr(awaited, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
-        awaited = next((each for each in inner if each is not None), None)
+        awaited = next((part for part in inner if part is not None), None)
 
 
 def _names(names: list[str]) -> str:

@@ -232,13 +232,13 @@ def _flat(place: str, table: Mapping[str, Any], *, is_free: bool) -> Iterator[tu
 def _numbered(value: object) -> dict[str, object]:
     """A list of tables, which have keys too; nothing of any other value."""
     items = cast("list[object]", value) if isinstance(value, list) else []
-    has_tables = any(isinstance(one, Mapping) for one in items)
-    return {str(number): one for number, one in enumerate(items)} if has_tables else {}
+    has_tables = any(isinstance(item, Mapping) for item in items)
+    return {str(number): item for number, item in enumerate(items)} if has_tables else {}
 
 
 def _plain(value: object) -> Shown:
     if isinstance(value, (list, tuple)):
-        return ", ".join(str(_plain(one)) for one in cast("tuple[object, ...]", value))
+        return ", ".join(str(_plain(item)) for item in cast("tuple[object, ...]", value))
     if isinstance(value, (bool, int, float)):
         return value
     return HIDDEN if _SECRET_ADDRESS.search(text := str(value)) else text
@@ -266,7 +266,7 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     judges = make_judges(config, models)
     scorer = make_rewarder(config, judges)
     tokenizer = load_tokenizer(config.model.path, config.data)
-    reached = {name: one.reached for name, one in models.items()}
+    reached = {name: served.reached for name, served in models.items()}
     own_gateway = gateway(spec, config, run_dir)
     if own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
         workflow = agent_workflow(config, own_gateway, reached)
@@ -325,14 +325,15 @@ def _sglang(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         return _launched(spec, config, servers[0], model, run_dir, senders, env=env)
     from ..actors.engines.sglang.paired import PairedSglang
 
-    made: dict[GroupKind, list[LaunchedSglang]] = {"prefill": [], "decode": []}
+    engines: dict[GroupKind, list[LaunchedSglang]] = {"prefill": [], "decode": []}
     first = 0
-    for one in servers:
-        name = f"{spec.name}/{one.kind}.{len(made[one.kind])}"
-        own = msgspec.structs.replace(spec, name=name, devices=spec.devices[first : first + one.num_gpus])
-        made[one.kind].append(_launched(own, config, one, model, run_dir, senders, env=env, first_device=first))
-        first += one.num_gpus if spec.devices else 0
-    return PairedSglang(made["prefill"], made["decode"])
+    for shape in servers:
+        name = f"{spec.name}/{shape.kind}.{len(engines[shape.kind])}"
+        part = msgspec.structs.replace(spec, name=name, devices=spec.devices[first : first + shape.num_gpus])
+        engine = _launched(part, config, shape, model, run_dir, senders, env=env, first_device=first)
+        engines[shape.kind].append(engine)
+        first += shape.num_gpus if spec.devices else 0
+    return PairedSglang(engines["prefill"], engines["decode"])
 
 
 def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> SglangOptions:
@@ -354,7 +355,7 @@ def _server_options(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> S
 
 def _launched(
     spec: ActorSpec, config: RunConfig, shape: ServerShape, model: ModelConfig, run_dir: Path, senders: TrainerSenders,
-    **where: Any,
+    **placing: Any,
 ) -> LaunchedSglang:  # fmt: skip
     """A server of the run's own, on the GPUs of `spec`."""
     from ..actors.engines.sglang.launch import LaunchedSglang, SglangLaunch
@@ -366,7 +367,7 @@ def _launched(
         seed=_engine_seed(spec, config), num_devices=len(spec.devices), max_running=engine.max_running,
         context_length=engine.context_length, kind=shape.kind,
         key=f"models.{spec.model}.{shape.key}" if spec.model else shape.key,
-        expects=sglang_plan(spec, config, model), **where,
+        expects=sglang_plan(spec, config, model), **placing,
     )  # fmt: skip
     return LaunchedSglang(launch, _server_options(spec, config, model), _server_routes(spec, config, senders))
 
@@ -385,7 +386,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
     options = EmbeddedOptions(
         max_running=engine.max_running, context_length=engine.context_length, dtype=engine.dtype,
         seed=_engine_seed(spec, config), pause_mode=config.rollout.pause_mode, num_threads=spec.threads,
-        memory_share=MEMORY_SHARE / sum(one.count for one in (config.roles.rollout, *config.models.values())),
+        memory_share=MEMORY_SHARE / sum(role.count for role in (config.roles.rollout, *config.models.values())),
         is_invariant=config.rollout.deterministic, tells_kept=config.rollout.replay_sampling, name=spec.name,
     )  # fmt: skip
     return EmbeddedEngine(config.model.path, options, memory=lent_memory(spec, config))

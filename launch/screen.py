@@ -148,13 +148,13 @@ class _News:
         self._shown: set[str] = set()
 
     def read(self) -> list[str]:
-        return [words for event in self._events.read() if event.get("kind") in NEWS and (words := self._words(event))]
+        return [line for event in self._events.read() if event.get("kind") in NEWS and (line := self._line(event))]
 
-    def _words(self, event: Mapping[str, Any]) -> str:
+    def _line(self, event: Mapping[str, Any]) -> str:
         kind, text = str(event["kind"]), str(event.get("text"))
-        cause, _, rest = text.partition(" (group ")
+        cause, _, group = text.partition(" (group ")
         key = kind_of_cause(cause)
-        if kind.endswith("-failed") and key in self._shown and not rest.endswith("so far"):
+        if kind.endswith("-failed") and key in self._shown and not group.endswith("so far"):
             return ""
         self._shown.add(key)
         return f"{kind}: {text}"

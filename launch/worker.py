@@ -110,9 +110,9 @@ def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[
 def _lacking(error: ImportError) -> ConfigError:
     """This interpreter lacks something; another attempt would lack it too."""
     is_missing = isinstance(error, ModuleNotFoundError) and error.name
-    what = f'has no module "{error.name}"' if is_missing else f"cannot import {error.name or 'a module'}: {error}"
+    cause = f'has no module "{error.name}"' if is_missing else f"cannot import {error.name or 'a module'}: {error}"
     remedy = "install what is missing, or set roles.<role>.python to an interpreter that has it"
-    return ConfigError(f"{sys.executable} {what}", remedy=remedy)
+    return ConfigError(f"{sys.executable} {cause}", remedy=remedy)
 
 
 def _write_stacks_when_lost() -> None:

@@ -6,6 +6,7 @@ It leaves the estimates to `myxa plan` (`plan.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -77,20 +78,25 @@ def judge(facts: MachineFacts) -> tuple[Finding, ...]:
 def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """For programs."""
     rows = [
-        {"name": one.key, "status": one.severity, "found": one.error.message, "remedy": one.error.remedy}
-        for one in findings
+        {
+            "name": finding.key,
+            "status": finding.severity,
+            "found": finding.error.message,
+            "remedy": finding.error.remedy,
+        }
+        for finding in findings
     ]
-    return {"ok": not any(one.severity == "error" for one in findings), "checks": rows}
+    return {"ok": not any(finding.severity == "error" for finding in findings), "checks": rows}
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
     """The page: one line a finding, what to do below it."""
-    width = max((len(one.key) for one in findings), default=0)
+    width = max((len(finding.key) for finding in findings), default=0)
     lines: list[str] = []
-    for one in findings:
-        lines.append(f"{MARKS[one.severity]}  {one.key.ljust(width)}  {one.error.message}")
-        if one.error.remedy:
-            lines.append(f"      {' ' * width}  -> {one.error.remedy}")
-    counts = {severity: sum(one.severity == severity for one in findings) for severity in MARKS}
+    for finding in findings:
+        lines.append(f"{MARKS[finding.severity]}  {finding.key.ljust(width)}  {finding.error.message}")
+        if finding.error.remedy:
+            lines.append(f"      {' ' * width}  -> {finding.error.remedy}")
+    counts = Counter(finding.severity for finding in findings)
     lines.append(f"{counts['ok']} ok, {counts['warning']} to look at, {counts['error']} to mend")
     return "\n".join(lines)

@@ -138,6 +138,7 @@ def run_checks(checks: Sequence[Check], subject: object, *needs: Needs) -> Itera
             continue
         yield from check.look(subject)
         for name, view in subject.of_models.items() if check.of_models and isinstance(subject, CheckedRun) else ():
-            for found in check.look(view):
-                message, remedy = (model_key(name, text) for text in (found.error.message, found.error.remedy))
-                yield Finding(model_key(name, found.key), type(found.error)(message, remedy=remedy), found.severity)
+            for finding in check.look(view):
+                error = finding.error
+                message, remedy = (model_key(name, text) for text in (error.message, error.remedy))
+                yield Finding(model_key(name, finding.key), type(error)(message, remedy=remedy), finding.severity)

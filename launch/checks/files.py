@@ -166,9 +166,9 @@ def read_tokenizer(run: CheckedRun) -> ReadTokenizer:
         tokenizer = load_tokenizer(config.model.path, config.data)
     except MyxaError as error:
         return ReadTokenizer(None, (Finding(key_of(error.message) or "model.path", error),))
-    found = tuple(template_findings(config, tokenizer)) or (*_opening_findings(tokenizer), *_end_findings(tokenizer))
-    is_usable = all(one.severity == "warning" for one in found)
-    return ReadTokenizer(tokenizer if is_usable else None, found)
+    findings = tuple(template_findings(config, tokenizer)) or (*_opening_findings(tokenizer), *_end_findings(tokenizer))
+    is_usable = all(finding.severity == "warning" for finding in findings)
+    return ReadTokenizer(tokenizer if is_usable else None, findings)
 
 
 def template_findings(config: RunConfig, tokenizer: FolderTokenizer) -> Iterator[Finding]:
@@ -252,14 +252,12 @@ class ReadRows(NamedTuple):
 def train_rows(run: CheckedRun) -> dict[str, ReadRows]:
     """By source of prompts; a single one is called ""."""
     config = run.config
-    found: dict[str, ReadRows] = {}
+    rows: dict[str, ReadRows] = {}
     for name, part in config.data.parts().items():
-        layout = layout_of(config, part, config.reward, name)
-        skips_bad = part.on_bad_line == "skip"
-        found[name] = read_rows(
-            config.data.key_of(name), part.train, layout, skips_bad=skips_bad, write=run.once(writer)
-        )
-    return found
+        layout, skips_bad = layout_of(config, part, config.reward, name), part.on_bad_line == "skip"
+        key, write = config.data.key_of(name), run.once(writer)
+        rows[name] = read_rows(key, part.train, layout, skips_bad=skips_bad, write=write)
+    return rows
 
 
 def held_out_rows(run: CheckedRun) -> dict[str, ReadRows]:
@@ -387,24 +385,21 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
 def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterator[Finding]:
     """Sizes of launched servers, and what guesses ahead there. `num_gpus`: of an actor; 0: CPU."""
     for shape in config.engine.shapes(config.sglang):
-        own = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
+        server_gpus = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
         num_experts = None if model.foreign else model.num_experts
-        yield from looked(shape.key, check_sizes, shape, own, num_experts)
+        yield from looked(shape.key, check_sizes, shape, server_gpus, num_experts)
         yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
 
 
 def _own_code(config: RunConfig, model: ModelConfig, kinds: Collection[tuple[str, str]]) -> Iterator[Finding]:
     """Whether our own code computes the model, and samples so long."""
-    own = {place: who for place, who in COMPUTE.items() if place in kinds}
     model = replace(model, is_scorer=model.is_scorer and config.algo.kind != "reward")
-    if config.trainer.impl == "hf":
-        own.pop(("trainer", "torch"), None)
-    if not config.generates:
-        own.pop(("rollout", "embedded"), None)
-    for place, who in own.items():
+    foreign = {("trainer", "torch")} if config.trainer.impl == "hf" else set[tuple[str, str]]()
+    foreign |= set() if config.generates else {("rollout", "embedded")}
+    for place in (place for place in COMPUTE if place in kinds and place not in foreign):
         require = model.require_own if "megatron" in place else model.require_plain
-        yield from looked("model.path", require, who)
-        yield from looked("engine.context_length", model.require_window, who, config.engine.context_length)
+        yield from looked("model.path", require, COMPUTE[place])
+        yield from looked("engine.context_length", model.require_window, COMPUTE[place], config.engine.context_length)
 
 
 def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Finding]:
@@ -424,13 +419,12 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
     folder, channel = config.served_path, choose_channel(config)
     block, is_sent = held_fp8(config, model), is_between_devices(channel)
-    named = config.weights.served_folder
+    served = config.weights.served_folder
     if not config.engine.attach:
-        check_second_model("weights.served_folder", named, model)
-    elif named and is_sent and not (Path(named) / CONFIG).exists():
-        raise ConfigError(
-            f"weights.served_folder = {named}: holds no {CONFIG}", remedy="name the servers' model folder"
-        )
+        check_second_model("weights.served_folder", served, model)
+    elif served and is_sent and not (Path(served) / CONFIG).exists():
+        cause = f"weights.served_folder = {served}: holds no {CONFIG}"
+        raise ConfigError(cause, remedy="name the servers' model folder")
     if block and config.lora.rollout == "adapter":
         raise ConfigError(
             f'lora.rollout = "adapter": adapters on servers that hold FP8 ({folder}) were not tried yet',
@@ -548,8 +542,8 @@ def _manifest_findings(run: CheckedRun, checkpoint: Path) -> Iterator[Finding]:
          f"trainer.resume names is at update {manifest.num_updates}: nothing more would be learned"),
          "set optimizer.decay_steps to an update to come, or optimizer.min_lr_ratio above 0"),
     )  # fmt: skip
-    for found in looked("model.path", check):
-        yield Finding("model.path", ConfigError(found.error.message, remedy=found.error.remedy))
+    for finding in looked("model.path", check):
+        yield Finding("model.path", ConfigError(finding.error.message, remedy=finding.error.remedy))
     if bool(manifest.critic) != config.critic.enabled:
         has, is_on = ("a", "false") if manifest.critic else ("no", "true")
         text = f"critic.enabled = {is_on}: the checkpoint that trainer.resume names has {has} critic"
@@ -559,20 +553,20 @@ def _manifest_findings(run: CheckedRun, checkpoint: Path) -> Iterator[Finding]:
 
 def _check_data_of(config: RunConfig, checkpoint: Path) -> None:
     """A resumed run keeps the prompts that its ledger was written for. Reads all data, as the buffer does."""
-    own = checkpoint.parent.parent / LEDGER
-    ledger = checkpoint / LEDGER if is_in_use(own) or not own.is_file() else own
+    run_ledger = checkpoint.parent.parent / LEDGER
+    ledger = checkpoint / LEDGER if is_in_use(run_ledger) or not run_ledger.is_file() else run_ledger
     try:
-        known = recorded(ledger, "dataset")
+        fingerprint = recorded(ledger, "dataset")
     except LedgerError:  # the choice of the ledger reports it
         return
     try:
         data = open_data(config)
     except ConfigError:  # a finding of the files themselves
         return
-    if data.fingerprint != known:
+    if data.fingerprint != fingerprint:
         raise ConfigError(
-            f"data: the prompts are not those that the run of {checkpoint.name} began with ({own.parent}): other rows, "
-            "other order, or another run.seed",
+            f"data: the prompts are not those that the run of {checkpoint.name} began with ({run_ledger.parent}): "
+            "other rows, other order, or another run.seed",
             remedy="take data.* and run.seed back; with other data, begin a run with model.path = that one's export",
         )
 
@@ -618,8 +612,9 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Expected, str, Iterable[str
     for (key, name), part in zip(config.reward.named_functions(), config.reward.parts().values(), strict=True):
         args = (*part.args, *(("pattern",) if part.pattern else ()))
         yield "rollout", reward_expected(key, takes_group=part.scope == "group"), name, args
-    for name, one in sorted(config.eval.sets.items()):
-        yield "rollout", reward_expected(f"eval.sets.{name}.reward", takes_group=False), one.reward, one.reward_args
+    for name, settings in sorted(config.eval.sets.items()):
+        expected = reward_expected(f"eval.sets.{name}.reward", takes_group=False)
+        yield "rollout", expected, settings.reward, settings.reward_args
     yield "rollout", WORKFLOW, config.rollout.workflow, config.rollout.workflow_args
     yield "buffer", GROUP_FILTER, algo.group_filter, algo.group_filter_args
     yield "buffer", SAMPLE_FILTER, algo.sample_filter, algo.sample_filter_args
@@ -632,15 +627,15 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Expected, str, Iterable[str
 def check_function(name: str, expected: Expected, args: Iterable[str]) -> None:
     """Raises ConfigError or UserCodeError for a file that is no Python, lacks the name or cannot be called so."""
     key = expected.key
-    where, _, attr = name.rpartition(":")
-    path = file_of(where, key)
+    file, _, attr = name.rpartition(":")
+    path = file_of(file, key)
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         cause, place = f"{type(error).__name__}: {error.msg}", f"{path}:{error.lineno}"
-        raise import_raised(key, where, cause, place) from error
+        raise import_raised(key, file, cause, place) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}", remedy="name a readable .py file") from error
     names = Counter[str]()
@@ -652,18 +647,19 @@ def check_function(name: str, expected: Expected, args: Iterable[str]) -> None:
         elif isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in MAKERS):
             names[node.id] += 1
     if names and attr.partition(".")[0] not in names and names.keys().isdisjoint({"*", *MAKERS}):
-        raise no_attribute(key, where, attr, attr, names)
-    found = next((node for node in tree.body if getattr(node, "name", "") == attr), None)
-    if found is not None and names[attr] == 1 and not getattr(found, "decorator_list", ()):
-        _check_signature(name, found, expected, args)
+        raise no_attribute(key, file, attr, attr, names)
+    definition = next((node for node in tree.body if getattr(node, "name", "") == attr), None)
+    if definition is not None and names[attr] == 1 and not getattr(definition, "decorator_list", ()):
+        _check_signature(name, definition, expected, args)
 
 
 def _check_signature(name: str, node: ast.stmt, expected: Expected, args: Iterable[str]) -> None:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         check_call(name, _signature(node.args), expected, args, is_async=isinstance(node, ast.AsyncFunctionDef))
     elif isinstance(node, ast.ClassDef) and expected is WORKFLOW and not (node.bases or node.keywords):
-        made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-        signature = _signature(made.args, num_own=1) if made is not None else inspect.Signature()
+        methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        init = methods.get("__init__")
+        signature = _signature(init.args, num_own=1) if init is not None else inspect.Signature()
         check_call(name, signature, CLASS_WORKFLOW, args, is_async=False)
 
 
@@ -673,14 +669,14 @@ def _signature(args: ast.arguments, *, num_own: int = 0) -> inspect.Signature:
     plain = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
     plain += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
     num_needed = len(plain) - len(args.defaults)
-    found = [
+    parameters = [
         kinds(arg.arg, kind, default=kinds.empty if place < num_needed else None)
         for place, (arg, kind) in enumerate(plain)
     ]
-    found += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
-    found += [
+    parameters += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    parameters += [
         kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
         for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
     ]
-    found += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
-    return inspect.Signature(found[num_own:])
+    parameters += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(parameters[num_own:])

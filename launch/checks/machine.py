@@ -65,17 +65,16 @@ def _shm_bytes() -> int | None:
 
 def _file_system(path: Path) -> str:
     """Type of the file system that the path lies on: the longest mount point above it."""
-    mounts = [(Path(one.mountpoint), one.fstype) for one in psutil.disk_partitions(all=True)]
-    above = [(len(point.parts), kind) for point, kind in mounts if path.is_relative_to(point)]
-    return max(above, default=(0, ""), key=lambda one: one[0])[1]
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    return max(mounts, key=lambda mount: len(Path(mount.mountpoint).parts)).fstype if mounts else ""
 
 
 def _addresses() -> tuple[str, ...]:
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return ()
-    return tuple(dict.fromkeys(str(one[4][0]) for one in found))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _sandboxes() -> dict[str, str]:
@@ -184,8 +183,8 @@ DRIVER_OF_CUDA: Mapping[int, int] = {13: 580, 12: 525}
 
 
 def _major(version: str, otherwise: int = 0) -> int:
-    found = re.match(r"\d+", version)
-    return int(found[0]) if found else otherwise
+    digits = re.match(r"\d+", version)
+    return int(digits[0]) if digits else otherwise
 
 
 def packages(facts: MachineFacts) -> Iterator[Finding]:

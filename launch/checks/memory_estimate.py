@@ -64,11 +64,11 @@ def layer_numbers(model: ModelConfig, kind: str, layout: ParallelLayout) -> floa
     # Every token goes through its chosen experts, wherever they are: on average so many tokens arrive on a rank.
     inner = model.experts_per_token * model.moe_intermediate_size + model.shared_intermediate_size
     inner = inner if model.num_experts else model.intermediate_size
-    kept = 4 * q + 6 * k
+    attention = 4 * q + 6 * k
     if model.kv_lora_rank:
-        kept = 2 * (model.q_lora_rank + model.kv_lora_rank) + 4 * q + model.num_heads * model.v_head_dim
+        attention = 2 * (model.q_lora_rank + model.kv_lora_rank) + 4 * q + model.num_heads * model.v_head_dim
     copies = model.experts_per_token * model.hidden_size
-    cut = kept + 3 * inner + copies if kind == "megatron" else 3 * q + 3 * k + 4 * inner
+    cut = attention + 3 * inner + copies if kind == "megatron" else 3 * q + 3 * k + 4 * inner
     stream = 4 * model.hidden_size
     return cut / layout.tp + (stream / layout.tp if layout.sequence_parallel else stream)
 
@@ -80,25 +80,25 @@ def pass_parts(
     one."""
     kind, layout, item = config.roles.trainer.kind, trainer_layout(config), ITEM_BYTES[config.trainer.dtype]
     tokens = -(-num_tokens // layout.cp)
-    each = layer_numbers(model, kind, layout) * item
+    layer_bytes = layer_numbers(model, kind, layout) * item
     if config.trainer.activation_checkpointing or config.megatron.recompute == "full":
-        size = (layers * model.hidden_size * item * in_flight + each) * tokens
+        size = (layers * model.hidden_size * item * in_flight + layer_bytes) * tokens
         how = f"{layers} layers' inputs and one whole layer"
     else:
-        size = layers * each * tokens * in_flight
-        how = f"{layers} layers x {each / 1000:.1f} kB a token"
+        size = layers * layer_bytes * tokens * in_flight
+        how = f"{layers} layers x {layer_bytes / 1000:.1f} kB a token"
     how += f" x {count_text(tokens)} tokens" + (f" x {in_flight} micro-batches in flight" if in_flight > 1 else "")
     parts = [Part("activations", int(size), how)]
     if is_last:
         width, logit = model.vocab_size // layout.tp, LOGIT_BYTES[item]
         chunk = min(CHUNK_LOGITS, tokens * width)
         keeps = kind == "torch" and config.memory.share == "none" and tokens * width <= KEPT_LOGITS
-        kept = tokens * width * item if keeps and not config.trainer.activation_checkpointing else 0
+        logits_bytes = tokens * width * item if keeps and not config.trainer.activation_checkpointing else 0
         head = 0 if config.lora.rank else width * model.hidden_size
         how = f"{count_text(chunk)} logits at a time x {logit} B"
-        how = f"{count_text(tokens * width)} logits x {item} B, kept for the backward pass" if kept else how
+        how = f"{count_text(tokens * width)} logits x {item} B, kept for the backward pass" if logits_bytes else how
         how += f" + gradient of the head 4 B x {count_text(head)}" if head else ""
-        parts.append(Part("logits", (kept or logit * chunk) + 4 * head, how))
+        parts.append(Part("logits", (logits_bytes or logit * chunk) + 4 * head, how))
     return parts
 
 
@@ -174,7 +174,7 @@ def _torch_states(config: RunConfig, model: ModelConfig, world_size: int) -> lis
         ("critic", 16, critic, "trained whole: the same together"),
         ("reference model", 4, num * _has_reference_copy(config), ""),
     ]
-    parts = [_of_each(name, each, count, what, cut, shards) for name, each, count, what in rows]
+    parts = [_of_each(name, item_bytes, count, how, cut, shards) for name, item_bytes, count, how in rows]
     if shards > 1:
         unit = max(2 * model.vocab_size * model.hidden_size, num // model.num_layers)
         parts.append(Part("gathered", 8 * unit, f"largest unit of {count_text(unit)}, gathered 4 B, twice"))
@@ -188,7 +188,7 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> 
     item, (dense, expert) = ITEM_BYTES[dtype], rank_parameters(model, layout, settings.model)
     num = dense + expert
     dp = layout.replicas(world_size)[0] if settings.distributed_optimizer else 1
-    state, words = (12, "masters and moments") if item == 2 else (8, "moments")
+    state, how = (12, "masters and moments") if item == 2 else (8, "moments")
     adapters = -(-_adapted(config, model) // layout.pp)  # about half of each adapter is on all of its ranks
     trained = (adapters, 0) if adapters else (dense, expert)
     optimizer = int((1.0 - settings.offload_optimizer) * sum(optimizer_bytes(settings, item, *trained, world_size)))
@@ -197,7 +197,7 @@ def _megatron_states(config: RunConfig, model: ModelConfig, world_size: int) -> 
         _of_each("weights", item, num, " ".join(filter(None, (dtype, _frozen(config))))),
         _of_each("adapters", item, adapters, dtype),
         _of_each("gradients", 4, adapters or num, "float32"),
-        replace(_of_each("optimizer", state, adapters or num, words, cut), num_bytes=optimizer),
+        replace(_of_each("optimizer", state, adapters or num, how, cut), num_bytes=optimizer),
         _of_each("reference model", item, num * _has_reference_copy(config)),
     ]
 
@@ -218,9 +218,9 @@ def _has_reference_copy(config: RunConfig) -> bool:
     return config.algo.keeps_reference and not (config.lora.rank and not config.algo.ref_path)
 
 
-def _of_each(name: str, each: int, count: int, what: str = "", cut: str = "", shards: int = 1) -> Part:
+def _of_each(name: str, item: int, count: int, how: str = "", cut: str = "", shards: int = 1) -> Part:
     """So many bytes of each of `count` parameters, shared by the shards."""
-    return Part(name, each * count // shards, f"{what} {each} B x {count_text(count)}{cut}".strip())
+    return Part(name, item * count // shards, f"{how} {item} B x {count_text(count)}{cut}".strip())
 
 
 def _num_groups(layout: ParallelLayout, world_size: int) -> int:
@@ -274,10 +274,10 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
     else:
         is_said = "mem_fraction_static" in config.sglang
         share = float(config.sglang.get("mem_fraction_static", SGLANG_SHARE))
-        said = f"sglang.mem_fraction_static = {share:g}" if is_said else f"about {share:g}, SGLang's own choice,"
+        fraction = f"sglang.mem_fraction_static = {share:g}" if is_said else f"about {share:g}, SGLang's own choice,"
         cache = max(0, int(capacity * share) - weights)
         tokens = f"{count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
-        how = f"{said} of the device, less weights: {tokens}"
+        how = f"{fraction} of the device, less weights: {tokens}"
     cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
     update = 2 * min(config.weights.bucket_mb * MIB, weights) * is_between_devices(channel)
     parts = (
@@ -352,7 +352,7 @@ def memory(run: CheckedRun) -> tuple[tuple[DeviceLoad, ...], tuple[Finding, ...]
         if wrong := tuple(looked("megatron", layout.dp, len(trainers))):
             return (), wrong
     if capacity is None and run.is_here and config.roles.trainer.device_ids + config.roles.rollout.device_ids:
-        capacity = min((one.num_bytes for one in run.once(gpus).found if one.num_bytes), default=None)
+        capacity = min((gpu.num_bytes for gpu in run.once(gpus).found if gpu.num_bytes), default=None)
     trainer = trainer_memory(config, model, max(1, len(trainers)))
     launches = config.roles.rollout.kind == "sglang" and not config.engine.attach and config.generates
     engine: tuple[Part, ...] = ()
@@ -377,11 +377,13 @@ def memory_findings(run: CheckedRun) -> tuple[Finding, ...]:
 
 def _pools(run: CheckedRun, model: ModelConfig, trainers: Sequence[ActorSpec]) -> Iterator[DeviceLoad]:
     """Host memory for what leaves the devices."""
-    each = pool_bytes(run.config, trainer_plan(trainers[0], run.config, model))
+    rank_bytes = pool_bytes(run.config, trainer_plan(trainers[0], run.config, model))
     host_bytes = available_bytes() if run.is_here else None
     for node, ranks in sorted(Counter(trainer.node for trainer in trainers).items()):
-        how = f"{ranks} rank{'s' if ranks > 1 else ''} x {size_text(each)}, pinned: memory.host_pool_gb"
-        yield DeviceLoad.of(f"node {node}: host memory", "trainer is away", [Part(POOL, ranks * each, how)], host_bytes)
+        how = f"{ranks} rank{'s' if ranks > 1 else ''} x {size_text(rank_bytes)}, pinned: memory.host_pool_gb"
+        yield DeviceLoad.of(
+            f"node {node}: host memory", "trainer is away", [Part(POOL, ranks * rank_bytes, how)], host_bytes
+        )
 
 
 def _written_loads(config: RunConfig, model: ModelConfig) -> Iterator[DeviceLoad]:
@@ -389,12 +391,12 @@ def _written_loads(config: RunConfig, model: ModelConfig) -> Iterator[DeviceLoad
     has_deltas = config.weights.full_every > 1
     if not config.generates or not (has_deltas or config.weights.channel == "tcp"):
         return
-    whole = _of_each("weights", ITEM_BYTES[config.engine.dtype], model.num_parameters, config.engine.dtype)
+    version = _of_each("weights", ITEM_BYTES[config.engine.dtype], model.num_parameters, config.engine.dtype)
     if has_deltas:
-        yield DeviceLoad.of("host of trainer/0", "memory", [replace(whole, name="base of deltas")], None)
+        yield DeviceLoad.of("host of trainer/0", "memory", [replace(version, name="base of deltas")], None)
     if config.weights.channel == "tcp":
-        whole = replace(whole, num_bytes=2 * whole.num_bytes, how=f"2 x {whole.how}, while one is fetched")
-    yield DeviceLoad.of("host of each rollout actor", "disk of TMPDIR", [whole], None)
+        version = replace(version, num_bytes=2 * version.num_bytes, how=f"2 x {version.how}, while one is fetched")
+    yield DeviceLoad.of("host of each rollout actor", "disk of TMPDIR", [version], None)
 
 
 def _gpu_loads(
@@ -443,7 +445,9 @@ def _phases(config: RunConfig, mine: list[Part], theirs: list[Part]) -> Iterator
 def device_names(devices: set[tuple[int, int]]) -> str:
     """{(0, 0), (0, 1), (1, 0)} -> "node 0: GPU 0-1; node 1: GPU 0"."""
     nodes = sorted({node for node, _ in devices})
-    return "; ".join(f"node {node}: GPU {ranges(sorted(n for at, n in devices if at == node))}" for node in nodes)
+    return "; ".join(
+        f"node {node}: GPU {ranges(sorted(number for place, number in devices if place == node))}" for node in nodes
+    )
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -134,18 +134,17 @@ def _asked(actor: ActorSpec) -> AskedInterpreter:
 def _probe_ours(place: str, python: str, code: str, env: Mapping[str, str]) -> Any:
     """What the code prints there behind the version of myxa. Raises ConfigError for another one, or none."""
     answer = _probe(place, python, code, env, "myxa", "cannot import myxa", "install myxa there")
-    version, found = json.loads(answer)
+    version, result = json.loads(answer)
     if version != __version__:
         cause = f"{place} has myxa {version}, the launcher has {__version__}"
         raise ConfigError(cause, remedy="install the same one there")
-    return found
+    return result
 
 
 def server_folders(python: str, env: Mapping[str, str]) -> dict[str, str]:
     """Where that interpreter has SGLang and what servers may need beside it. Raises ConfigError if it cannot be run."""
     remedy, place = "name a Python interpreter that has SGLang", f"engine.python: {python}"
-    found: dict[str, str] = json.loads(_probe(place, python, SERVER_PROBE, env, "SGLang", "does not work", remedy))
-    return found
+    return json.loads(_probe(place, python, SERVER_PROBE, env, "SGLang", "does not work", remedy))
 
 
 def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: str, failure: str, remedy: str) -> str:
@@ -154,8 +153,8 @@ def _probe(place: str, python: str, code: str, env: Mapping[str, str], package: 
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except OSError as error:
-        named = f"name a Python interpreter that has {package}"
-        raise ConfigError(f"{place} cannot be run: {error.strerror}", remedy=named) from error
+        another = f"name a Python interpreter that has {package}"
+        raise ConfigError(f"{place} cannot be run: {error.strerror}", remedy=another) from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{place} did not answer within {PROBE_S:g} s", remedy="try it by hand") from error
     if done.returncode != 0:
@@ -171,7 +170,7 @@ class Need(NamedTuple):
     """A module that an actor cannot do without."""
 
     module: str
-    what: str
+    purpose: str
     """Follows the module's name in the message: what needs it."""
     remedy: str = "install it there"
 
@@ -184,8 +183,8 @@ def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         yield Need("torch", f"which every {actor.role} needs", TORCH_REMEDY)
     if actor.role == "trainer" and actor.kind == "megatron":
         yield Need("megatron.core", 'which roles.trainer.kind = "megatron" needs', "install megatron-core there")
-    named = config.named_rewards() if generates else ()
-    if key := next((key for key, fn in named if fn == "math"), ""):
+    rewards = config.named_rewards() if generates else ()
+    if key := next((key for key, fn in rewards if fn == "math"), ""):
         yield Need("math_verify", f'which {key} = "math" needs', "install math-verify there (extra math)")
     if actor.role == "buffer":
         sources = (source for _, value in config.data_files() for source in parse_sources(value))
@@ -216,7 +215,7 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
         place = f"{key}: {answer.python or sys.executable}"
         for need in needs(config, actor):
             if need.module not in answer.folders:
-                text = f'{place} has no module "{need.module}", {need.what}'
+                text = f'{place} has no module "{need.module}", {need.purpose}'
                 yield Finding(key, ConfigError(text, remedy=need.remedy))
         for module in ("transformers", *(need.module for need in needs(config, actor))):
             used.setdefault((module, answer.folders.get(module, "")), key)
@@ -234,7 +233,7 @@ def untried_version(key: str, module: str, folder: str) -> Iterator[Finding]:
     package = module.replace(".", "-")
     if package in TRIED and folder:
         place = [str(Path(folder).parents[module.count(".")])]
-        version = next((one.version for one in metadata.distributions(name=package, path=place)), "")
+        version = next((installed.version for installed in metadata.distributions(name=package, path=place)), "")
         text = untried(package, version)
         yield from warnings((text, f"{key}:", text, UNTRIED_REMEDY))
 
@@ -250,14 +249,13 @@ ENVIRONMENT_PROBE = (
 def environments(run: CheckedRun) -> Iterator[Finding]:
     """Their interpreters can be run, and have this myxa and the package."""
     actor = next(iter(run.of("rollout")), None)
-    for name, of in run.config.environments.items() if actor is not None else ():
-        key, python = f"environments.{name}.python", of.python or (actor.python if actor else "") or sys.executable
-        package = {"gym": "gymnasium", "openenv": "openenv"}.get(of.kind, of.kind)
-        if of.kind == "gym" and ":" in of.id:
-            package = "json"
+    for name, settings in run.config.environments.items() if actor is not None else ():
+        key, kind = f"environments.{name}.python", settings.kind
+        python = settings.python or (actor.python if actor else "") or sys.executable
+        package = "json" if kind == "gym" and ":" in settings.id else {"gym": "gymnasium"}.get(kind, kind)
         try:
-            if not _probe_ours(f"{key}: {python}", python, ENVIRONMENT_PROBE.format(name=package), of.env):
-                text = f'{key}: {python} has no module "{package}", which kind = "{of.kind}" needs'
+            if not _probe_ours(f"{key}: {python}", python, ENVIRONMENT_PROBE.format(name=package), settings.env):
+                text = f'{key}: {python} has no module "{package}", which kind = "{kind}" needs'
                 raise ConfigError(text, remedy=f"install {package} there, beside myxa")
         except MyxaError as error:
             yield Finding(key, error)
@@ -294,12 +292,12 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
         remedy = "set engine.python to an interpreter that has SGLang, or name running servers in engine.attach"
         yield Finding(key, ConfigError(text, remedy=remedy))
         return
-    known = server_arguments(Path(folder))
+    names = server_arguments(Path(folder))
     for shape in config.engine.shapes(config.sglang):
-        for name in shape.table if known else ():
-            if name not in known:
+        for name in shape.table if names else ():
+            if name not in names:
                 text = f"{shape.key}.{name}: the installed SGLang has no such argument"
-                yield Finding(f"{shape.key}.{name}", ConfigError(text, remedy=suggest(name, known)))
+                yield Finding(f"{shape.key}.{name}", ConfigError(text, remedy=suggest(name, names)))
         table = {**(PAIR_DEFAULTS if shape.kind != "regular" else {}), **shape.table}
         env = {**os.environ, **actor.env}
         env["PATH"] = tools_path(env, config.engine.python or actor.python or sys.executable)
@@ -321,19 +319,18 @@ def _backends(
     for name, modules in needed_modules(table).items():
         value = guesser(table) if name == "speculative_algorithm" else str(table.get(name, ""))
         if modules.get(value, "sglang") not in there:
-            has = " and ".join(f'"{one}"' for one, module in modules.items() if module in there) or "none of its kind"
-            text = (
-                f'{key}.{name} = "{value}" needs the module "{modules[value]}", which the servers\' interpreter lacks'
-            )
-            yield Finding(f"{key}.{name}", ConfigError(text, remedy=f"install it there; what would work now: {has}"))
+            usable = " and ".join(f'"{choice}"' for choice, module in modules.items() if module in there)
+            remedy = f"install it there; what would work now: {usable or 'none of its kind'}"
+            text = f'{name} = "{value}" needs the module "{modules[value]}", which the servers\' interpreter lacks'
+            yield Finding(f"{key}.{name}", ConfigError(f"{key}.{text}", remedy=remedy))
 
 
 @cache
 def server_arguments(folder: Path) -> frozenset[str]:
     """Fields of ServerArgs by its source; empty if they are not where they were in 0.5.17 or 0.5.23."""
     with contextlib.suppress(OSError, SyntaxError, ValueError):
-        found = [class_fields(path, name) for pattern, name in SOURCES.items() for path in folder.glob(pattern)]
-        return frozenset(name for names in found for name in names if not name.startswith("_"))
+        fields = [class_fields(path, name) for pattern, name in SOURCES.items() for path in folder.glob(pattern)]
+        return frozenset(name for names in fields for name in names if not name.startswith("_"))
     return frozenset()
 
 
@@ -399,27 +396,17 @@ def gpus(_: CheckedRun) -> Gpus:
 def devices(run: CheckedRun) -> Iterator[Finding]:
     if not any(actor.visible_devices for actor in run.actors):
         return
-    found = run.once(gpus)
-    beyond = {
-        actor.role: wrong
-        for actor in run.actors
-        if (wrong := [number for number in actor.visible_devices if number >= len(found.found)])
-    }
-    have = f"{len(found.found)}" if found.driver else f"none that can be seen ({found.trouble})"
-    for role, wrong in beyond.items():
-        key = f"roles.{role}.devices"
-        error = ConfigError(
-            f"{key} names GPU {', '.join(map(str, wrong))}, and this machine has {have}",
-            remedy='see nvidia-smi; GPUs count from 0, "cpu" is none',
-        )
-        yield Finding(key, error, "error" if found.driver else "warning")
-    if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return
-    lent = {entry.strip() for entry in text.split(",")}
-    for role, numbers in {actor.role: actor.visible_devices for actor in run.actors}.items():
-        foreign = [number for number in numbers if not lent & _names_of(number, found)]
-        if foreign:
-            key = f"roles.{role}.devices"
+    there, text = run.once(gpus), os.environ.get("CUDA_VISIBLE_DEVICES")
+    have = f"{len(there.found)}" if there.driver else f"none that can be seen ({there.trouble})"
+    lent = {entry.strip() for entry in (text or "").split(",")}
+    for role in one_by_role(run.actors):
+        key, numbers = f"roles.{role}.devices", {number for actor in run.of(role) for number in actor.visible_devices}
+        if beyond := [number for number in sorted(numbers) if number >= len(there.found)]:
+            cause = f"{key} names GPU {', '.join(map(str, beyond))}, and this machine has {have}"
+            error = ConfigError(cause, remedy='see nvidia-smi; GPUs count from 0, "cpu" is none')
+            yield Finding(key, error, "error" if there.driver else "warning")
+        foreign = [number for number in sorted(numbers) if not lent & _names_of(number, there)]
+        if foreign and text is not None:
             error = ConfigError(
                 f"{key} names GPU {', '.join(map(str, foreign))}, and CUDA_VISIBLE_DEVICES = {text!r} leaves them out",
                 remedy="name those GPUs in the run file, which counts as nvidia-smi does, or unset the variable",
@@ -451,7 +438,7 @@ def sandboxes(run: CheckedRun) -> Iterator[Finding]:
     used: list[tuple[str, SandboxName, str]] = [("agent.sandbox", agent.sandbox, agent.image)]
     with contextlib.suppress(ConfigError):  # the check of functions says it
         parts = run.config.reward.parts().values()
-        used += [("reward.args", *unit_test_options(one.args).place) for one in parts if one.fn == UNIT_TESTS]
+        used += [("reward.args", *unit_test_options(part.args).place) for part in parts if part.fn == UNIT_TESTS]
     for key, name, image in used if run.of("rollout") else ():
         if trouble := trouble_with(name, image):
             yield Finding(key, ConfigError(f'{key} = "{name}": {trouble}', remedy=REMEDIES[name]))

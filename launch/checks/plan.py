@@ -54,7 +54,7 @@ class PlannedRun:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """What keeps the run from starting."""
-        return tuple(one for one in self.problems if one.severity == "error")
+        return tuple(finding for finding in self.problems if finding.severity == "error")
 
 
 def make_plan(
@@ -78,20 +78,19 @@ def make_plan(
     actors = () if misplaced else place(config, num_nodes)
     config, downloads, absent = looked_up(config)
     run = CheckedRun(cached(config), actors, is_here=is_here, device_bytes=int(device_gib * GIB) or None)
-    told = {one.key for one in absent} | {
-        one.key for one in downloads if one.num_bytes and not one.key.startswith(MODEL)
-    }
-    found = [*misplaced, *(one for one in _findings(run) if one.key not in told)]
-    found += [replace(one, severity="error" if is_here else "warning") for one in absent]
+    to_fetch = [download.key for download in downloads if download.num_bytes and not download.key.startswith(MODEL)]
+    explained = {*to_fetch, *(finding.key for finding in absent)}
+    findings = [*misplaced, *(finding for finding in _findings(run) if finding.key not in explained)]
+    findings += [replace(finding, severity="error" if is_here else "warning") for finding in absent]
 
-    def located(one: Finding) -> Finding:
-        return replace(one, origin=inspected.origins.of(tuple(one.key.split(".")))) if one.key else one
+    def located(finding: Finding) -> Finding:
+        return replace(finding, origin=inspected.origins.of(tuple(finding.key.split(".")))) if finding.key else finding
 
     return PlannedRun(
-        tuple(files), config.run.name, in_order((located(finding) for finding in found), files),
+        tuple(files), config.run.name, in_order(map(located, findings), files),
         placement=tuple(_node(actors, number) for number in range(num_nodes) if actors), batch=run.once(batch_plan),
         staleness=run.once(staleness_plan),
-        memory=tuple(load for one in (run, *run.of_models.values()) for load in one.once(memory)[0]),
+        memory=tuple(load for part in (run, *run.of_models.values()) for load in part.once(memory)[0]),
         num_parameters=run.model.num_parameters if run.model is not None else None, downloads=downloads,
     )  # fmt: skip
 
@@ -128,8 +127,8 @@ def plan_json(plan: PlannedRun) -> dict[str, Any]:
     """Everything, with the sums."""
     value: dict[str, Any] = msgspec.to_builtins(replace(plan, problems=()), str_keys=True)
     value["problems"] = [
-        {"severity": one.severity, "file": one.origin.place, "line": one.origin.line, "key": one.key,
-         "message": one.error.message, "remedy": one.error.remedy} for one in plan.problems
+        {"severity": finding.severity, "file": finding.origin.place, "line": finding.origin.line, "key": finding.key,
+         "message": finding.error.message, "remedy": finding.error.remedy} for finding in plan.problems
     ]  # fmt: skip
     return value | {"ok": not plan.errors}
 
@@ -138,14 +137,14 @@ def plan_text(plan: PlannedRun) -> str:
     """The page; problems last, where the eye is."""
     sections = [
         ("placement", _placement(plan)),
-        ("hub", (_download(one) for one in plan.downloads)),
+        ("hub", (_download(download) for download in plan.downloads)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
         ("batch", _figures(plan.batch)),
         ("staleness", _staleness(plan.staleness)),
     ]
     for severity in ("warning", "error"):
-        found = [one for one in plan.problems if one.severity == severity]
-        sections.append((f"{len(found)} {severity}{'s' if len(found) != 1 else ''}", (f"  {one}" for one in found)))
+        lines = [f"  {finding}" for finding in plan.problems if finding.severity == severity]
+        sections.append((f"{len(lines)} {severity}{'s' if len(lines) != 1 else ''}", iter(lines)))
     pages = ["\n".join([f"== {title}", *lines]) for title, part in sections if (lines := list(part))]
     return "\n\n".join(pages if plan.problems else [*pages, "no problems"])
 
@@ -159,20 +158,20 @@ def _placement(plan: PlannedRun) -> Iterator[str]:
 
 def _short(actors: Sequence[str]) -> str:
     """buffer, rollout/0, rollout/1, rollout/2 -> "buffer rollout/0-2"."""
-    found: dict[str, list[int]] = {}
+    by_role: dict[str, list[int]] = {}
     for actor in actors:
         role, _, number = actor.rpartition("/") if "/" in actor else (actor, "", "")
-        found.setdefault(role, []).extend([int(number)] if number else ())
-    return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in found.items())
+        by_role.setdefault(role, []).extend([int(number)] if number else ())
+    return " ".join(f"{role}/{ranges(numbers)}" if numbers else role for role, numbers in by_role.items())
 
 
 MODEL = "model"
 """Begins the keys of models whose folders are looked at without their weights."""
 
 
-def _download(one: HubDownload) -> str:
-    needs = f"{size_text(one.num_bytes)} to fetch into" if one.num_bytes else "in"
-    return f"{one.key}: {one.name}: {needs} {one.folder}, {size_text(one.free_bytes)} free"
+def _download(download: HubDownload) -> str:
+    needs = f"{size_text(download.num_bytes)} to fetch into" if download.num_bytes else "in"
+    return f"{download.key}: {download.name}: {needs} {download.folder}, {size_text(download.free_bytes)} free"
 
 
 def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator[str]:
@@ -185,8 +184,8 @@ def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator
 
 
 def _load(load: DeviceLoad) -> Iterator[str]:
-    known = load.capacity_bytes
-    size = f" of {size_text(known)}" if known is not None else ""
+    capacity = load.capacity_bytes
+    size = f" of {size_text(capacity)}" if capacity is not None else ""
     size = size or (" (size of the device: --device-gib)" if "GPU" in load.devices else "")
     yield f"{load.devices}, {load.phase}: {size_text(load.num_bytes)}{size}{'' if load.fits else f'  {OVER}'}"
     for part in load.parts:
@@ -196,7 +195,7 @@ def _load(load: DeviceLoad) -> Iterator[str]:
 def _staleness(plan: dict[str, Any] | None) -> Iterator[str]:
     if plan is None:
         return
-    num_slots, window, batch, taken = (plan[key] for key in ("num_slots", "window", "batch_size", "concurrency"))
+    num_slots, window, batch, at_once = (plan[key] for key in ("num_slots", "window", "batch_size", "concurrency"))
     shown = f", window W = {window}" if window else ""
     yield f"max_staleness = {plan['max_staleness']}, policy {plan['policy']}: N = {num_slots} slots{shown}"
     yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
@@ -204,8 +203,8 @@ def _staleness(plan: dict[str, Any] | None) -> Iterator[str]:
         bound = f"(N + W - 2) // {batch} = {(num_slots + window - 2) // batch}"
         yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
         yield f"  no token is older than {bound} versions when it is trained on"
-    fills = f"leave {num_slots - taken} slots empty" if num_slots > taken else "fill the slots"
-    yield f"rollout actors: {plan['num_engines']}, which take {taken} groups at a time and {fills}"
+    fills = f"leave {num_slots - at_once} slots empty" if num_slots > at_once else "fill the slots"
+    yield f"rollout actors: {plan['num_engines']}, which take {at_once} groups at a time and {fills}"
 
 
 def _figures(figures: dict[str, float | None] | None) -> Iterator[str]:

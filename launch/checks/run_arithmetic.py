@@ -35,8 +35,7 @@ def batch_plan(run: CheckedRun) -> dict[str, float | None]:
     algo, rollout, steps = config.algo, config.rollout, config.run.num_steps
     samples = algo.batch_size * rollout.num_samples
     counts = {name: rows.num_rows for name, rows in run.once(train_rows).items()}
-    known = [count for count in counts.values() if count is not None]
-    num_rows = sum(known) if len(known) == len(counts) else None
+    num_rows = None if None in counts.values() else sum(count or 0 for count in counts.values())
     parts = {name: part for name, part in config.data.parts().items() if not name or config.data.sources[name].weight}
     draws = [(counts[name] or 0) * part.max_passes for name, part in parts.items()]
     return {

@@ -41,17 +41,17 @@ def _get(options: argparse.Namespace) -> int:
     return 0
 
 
-def _get_page(names: Sequence[str], found: dict[str, Any]) -> RenderableType:
+def _get_page(names: Sequence[str], answer: dict[str, Any]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    known = msgspec.convert(found, KnobTable)
-    rows = knob_rows(known)
+    knobs = msgspec.convert(answer, KnobTable)
+    rows = knob_rows(knobs)
     helps = [
-        Text(f"{row.name}: {row.tunable.help}\n  {known.origins.get(row.name, '')}".rstrip()) for row in rows if names
+        Text(f"{row.name}: {row.tunable.help}\n  {knobs.origins.get(row.name, '')}".rstrip()) for row in rows if names
     ]
-    notes = [f"epoch {known.epoch}"] if known.epoch else []
-    notes += [f"no answer from {', '.join(known.silent)}"] if known.silent else []
+    notes = [f"epoch {knobs.epoch}"] if knobs.epoch else []
+    notes += [f"no answer from {', '.join(knobs.silent)}"] if knobs.silent else []
     return Group(table(KNOB_COLUMNS, [row.cells() for row in rows], right=("value",)), *helps, Text("   ".join(notes)))
 
 
@@ -68,27 +68,27 @@ def _changes(options: argparse.Namespace) -> dict[str, Any]:
 def change_line(raw: dict[str, Any]) -> str:
     record = msgspec.convert(raw, AuditRecord)
     when = datetime.fromtimestamp(record.wall_s).strftime("%m-%d %H:%M:%S")
-    what = moves_text(record.moves) or asked_text(record.arguments)
+    change = moves_text(record.moves) or asked_text(record.arguments)
     facts = [f"epoch {record.epoch}"] if record.epoch else []
     facts += [f"at {record.at}"] if record.at else []
     facts += [] if record.result == "done" else [f"{record.result}: {record.detail}"]
     facts += [f'"{record.reason}"'] if record.reason else []
-    who = record.who.user or record.who.via
-    return "  ".join(filter(None, (f"#{record.number}", when, who, record.verb, what, ", ".join(facts))))
+    user = record.who.user or record.who.via
+    return "  ".join(filter(None, (f"#{record.number}", when, user, record.verb, change, ", ".join(facts))))
 
 
 _STEPS = re.compile(r"([1-9]\d*)\s*steps?")
 
 
-def assignments(words: Sequence[str], what: str) -> dict[str, Any]:
-    """["lr=1e-4", "on_stale=drop"] as a table. Raises ConfigError naming the word."""
+def assignments(texts: Sequence[str], flag: str) -> dict[str, Any]:
+    """["lr=1e-4", "on_stale=drop"] as a table. Raises ConfigError naming the text."""
     table: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
+    for assignment in texts:
+        name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"{what} {word!r}: must look like NAME=VALUE", remedy='for example "lr=1e-4"')
+            raise ConfigError(f"{flag} {assignment!r}: must look like NAME=VALUE", remedy='for example "lr=1e-4"')
         if name.strip() in table:
-            raise ConfigError(f"{what} {word!r}: {name.strip()} is given twice", remedy="say it once")
+            raise ConfigError(f"{flag} {assignment!r}: {name.strip()} is given twice", remedy="say it once")
         table[name.strip()] = read_value(name.strip(), text.strip())
     return table
 
@@ -108,7 +108,6 @@ def _reply_page(reply: dict[str, Any]) -> str:
 
 def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
     """Raises ConfigError for a change that was refused."""
-    del options
     if reply["refused"]:
         raise ConfigError(reply["refused"], remedy="nothing was changed")
     return 0
@@ -127,7 +126,7 @@ def _history(options: argparse.Namespace) -> int:
     if options.verify:
         return _verify(options, path)
     records = msgspec.to_builtins(read_audit(path, options.limit))
-    show(options, records, lambda found: "\n".join(map(change_line, found)) or "nothing was changed")
+    show(options, records, lambda records: "\n".join(map(change_line, records)) or "nothing was changed")
     return 0
 
 

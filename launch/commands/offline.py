@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -82,7 +83,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     findings = judge(gather(options.dir))
     show(options, findings_json(findings), lambda _: _coloured(findings_text(findings)))
-    return 1 if any(one.severity == "error" for one in findings) else 0
+    return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
 def _add_convert(parser: Parser) -> None:
@@ -117,12 +118,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _convert_sentence(done: dict[str, Any]) -> str:
-    source = (
-        f", from {done['checkpoint']} ({done['backend']}, {done['num_updates']} updates)" if "backend" in done else ""
-    )
-    return (
-        f"{done['folder']}: {done['num_tensors']} weights, {done['num_parameters']:,} values of {done['dtype']}{source}"
-    )
+    text = f"{done['folder']}: {done['num_tensors']} weights, {done['num_parameters']:,} values of {done['dtype']}"
+    if "backend" in done:
+        text += f", from {done['checkpoint']} ({done['backend']}, {done['num_updates']} updates)"
+    return text
 
 
 def _model_of_run(checkpoint: Path) -> Path:
@@ -174,13 +173,9 @@ def _engine(options: argparse.Namespace) -> int:
 
     from ..composition.rollout_parts import serve_model  # torch is needed here only
 
-    how: dict[str, Any] = {
-        "host": options.host,
-        "port": options.port,
-        "num": options.max_running,
-        "threads": options.threads,
-    }
-    asyncio.run(serve_model(options.folder, lambda place: show(options, place, exports), **how))
+    address = {"host": options.host, "port": options.port}
+    tell, num, threads = partial(show, options, render=exports), options.max_running, options.threads
+    asyncio.run(serve_model(options.folder, tell, num=num, threads=threads, **address))
     return 0
 
 
@@ -242,8 +237,7 @@ def num_nodes(config: RunConfig) -> int:
     from ..supervisor.placement import started_roles
 
     roles = [started.settings for started in started_roles(config)]
-    named = [node for role in roles if role.nodes != "*" for node in role.nodes]
-    return max(named, default=0) + 1
+    return max((node for role in roles if role.nodes != "*" for node in role.nodes), default=0) + 1
 
 
 def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
@@ -260,12 +254,12 @@ def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
             remedy="use a letter first, then letters, digits and hyphens, 52 at most",
         )
     sets = [word for item in options.overrides for word in ("--set", item)]
-    words = shlex.join([options.file, *sets])
+    arguments = shlex.join([options.file, *sets])
     if kind != "slurm":
-        words = words.replace("$", "$$")  # one alone begins a variable there
+        arguments = arguments.replace("$", "$$")  # one alone begins a variable there
     values = {
         "name": name, "nodes": nodes, "gpus": gpus, "time": options.time, "image": options.image,
-        "volume": options.volume, "folder": options.folder, "launch": words,
+        "volume": options.volume, "folder": options.folder, "launch": arguments,
         "run": config.run.name,
         "runs": "runs" if Path(config.run.dir) == Path.cwd() / "runs" else shlex.quote(config.run.dir),
         "gres": f"#SBATCH --gres=gpu:{gpus}\n" if gpus else "",

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...core.errors import ConfigError, LaunchError, PeerDied
 from ..control import verbs
 from ..control.client import find_run
@@ -19,15 +21,11 @@ def _add_scale(parser: Parser) -> None:
     parser.add_argument("wish", metavar="ROLE=N", type=_wish, help="how many there shall be in all, e.g. rollout=4")
 
 
-def _wish(text: str) -> tuple[str, int]:
+def _wish(text: str) -> dict[str, Any]:
     role, sign, number = text.partition("=")
     if not sign or not number.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r}: write ROLE=N with a whole number, e.g. rollout=4")
-    return role, int(number)
-
-
-def _wished(options: argparse.Namespace) -> dict[str, Any]:
-    return dict(zip(("role", "count"), options.wish, strict=True))
+    return {"role": role, "count": int(number)}
 
 
 def _is_done(options: argparse.Namespace, answer: dict[str, Any]) -> int:
@@ -53,12 +51,12 @@ def _add_logs(parser: Parser) -> None:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    found = client_or_folder(options)
-    if isinstance(found, Path):
-        show(options, _logs_from_files(found, options), _logs_words)
+    run = client_or_folder(options)
+    if isinstance(run, Path):
+        show(options, _logs_from_files(run, options), _logs_words)
         return 0
-    asked = arguments_of(options, verbs.LOGS)
-    chunks = found.ask("logs", **asked)
+    arguments = arguments_of(options, verbs.LOGS)
+    chunks = run.ask("logs", **arguments)
     if not options.follow:
         show(options, chunks, _logs_words)
         return 0
@@ -72,26 +70,24 @@ def _logs(options: argparse.Namespace) -> int:
         if not any(chunk["is_more"] for chunk in chunks):
             threading.Event().wait(FOLLOW_S)
         try:
-            chunks = found.ask("logs", **asked, after=after)
+            chunks = run.ask("logs", **arguments, after=after)
         except (LaunchError, PeerDied, ConfigError):  # the run is over, or these logs are gone
             return 0
 
 
 def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Of a run that is over; the logs of other nodes are there. Raises ConfigError for one that is not here."""
-    import msgspec
-
     from ..contracts import LogRequest
     from ..nodes.log_reader import read_logs
     from ..run_dir import RunDir
 
     run_dir, target = RunDir(folder), options.target.removesuffix("/*")
-    there = sorted(path.stem.replace(".", "/") for path in (run_dir.logs / "latest").glob("*.log"))
-    names = [name for name in there if target in (name, name.partition("/")[0], "all")] or [target]
+    actors = sorted(path.stem.replace(".", "/") for path in (run_dir.logs / "latest").glob("*.log"))
+    names = [name for name in actors if target in (name, name.partition("/")[0], "all")] or [target]
     requests = [
         LogRequest(name=name, num_lines=options.num_lines, grep=options.grep, engine=options.engine) for name in names
     ]
-    return [msgspec.to_builtins(chunk) for one in requests for chunk in read_logs(run_dir, 0, one)]
+    return [msgspec.to_builtins(chunk) for request in requests for chunk in read_logs(run_dir, 0, request)]
 
 
 def _logs_words(chunks: list[dict[str, Any]]) -> str:
@@ -111,23 +107,24 @@ HOW = {
 
 
 def _stack_words(stacks: list[dict[str, Any]]) -> str:
-    parts = [f"== {each['name']} (process {each['pid']}): {HOW[each['how']]}\n{each['text']}" for each in stacks]
-    return "\n".join(parts)
+    return "\n".join(
+        f"== {stack['name']} (process {stack['pid']}): {HOW[stack['how']]}\n{stack['text']}" for stack in stacks
+    )
 
 
 def _profile_words(replies: list[dict[str, Any]]) -> str:
     lines: list[str] = []
-    for each in replies:
-        lines.append(f"{each['name']}: {'not profiled: ' if each['refused'] else ''}{each['refused'] or each['path']}")
-        lines += [f"  {line}" for line in each["top"]]
-        if not each["refused"] and not each["top"]:
+    for reply in replies:
+        result = f"not profiled: {reply['refused']}" if reply["refused"] else reply["path"]
+        lines += [f"{reply['name']}: {result}", *(f"  {line}" for line in reply["top"])]
+        if not reply["refused"] and not reply["top"]:
             lines.append("  nothing was seen in that time")
     return "\n".join(lines)
 
 
 def _where(options: argparse.Namespace) -> int:
     note = find_run(options.run_path)
-    show(options, note.facts(), lambda facts: facts["control"])
+    show(options, msgspec.to_builtins(note), lambda facts: facts["control"])
     return 0
 
 
@@ -137,20 +134,20 @@ def _gateway(options: argparse.Namespace) -> int:
     places = [json.loads(path.read_bytes()) for path in sorted(Path(folder).glob("agents*.json"))]
     if not places:
         raise ConfigError(f"{folder} has no gateway", remedy="set gateway.eval_requests = 4 for the next run")
-    show(options, places, lambda found: "\n".join(map(exports, found)))
+    show(options, places, lambda places: "\n".join(map(exports, places)))
     return 0
 
 
 def exports(place: dict[str, Any]) -> str:
     """For a shell: what SDKs look for."""
     url, key = place["base_url"], place["eval_key"]
-    words = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
-    words |= {"OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key} if key else {}
-    return f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in words.items())}"
+    variables = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    variables |= {"OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key} if key else {}
+    return f"export {' '.join(f'{name}={shlex.quote(value)}' for name, value in variables.items())}"
 
 
 COMMANDS = (
-    verb_command(verbs.SCALE, _scale_words, add=_add_scale, more=_wished, check=_is_done),
+    verb_command(verbs.SCALE, _scale_words, add=_add_scale, more=lambda options: options.wish, check=_is_done),
     verb_command(verbs.DRAIN, lambda facts: f"leaving: {', '.join(facts['leaving'])}{state_of(facts)}", check=_is_done),
     verb_command(
         verbs.RESTART, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}", check=_is_done
@@ -158,7 +155,7 @@ COMMANDS = (
     verb_command(verbs.KILL, lambda reply: f"killed: {', '.join(reply['killed'])}"),
     verb_command(verbs.LOGS, _logs_words, add=_add_logs, run=_logs),
     verb_command(verbs.STACK, _stack_words),
-    verb_command(verbs.PROFILE, _profile_words, check=lambda _, replies: int(any(each["refused"] for each in replies))),
+    verb_command(verbs.PROFILE, _profile_words, check=lambda _, replies: int(any(r["refused"] for r in replies))),
 )
 GATEWAY = Command(
     "gateway", "the addresses at which the policy can be asked, and the eval key", _gateway, add_run_flags,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,9 @@ def add_common_flags(parser: Parser) -> None:
     add_timeout(parser, "stop", PATIENCE.end_s, "a process may take to end before it is killed")
 
 
-def add_timeout(parser: Parser, name: str, default_s: float, what: str) -> None:
+def add_timeout(parser: Parser, name: str, default_s: float, purpose: str) -> None:
     parser.add_argument(f"--{name}-timeout", type=positive("seconds"), default=default_s, metavar="S",
-                        help=f"seconds {what} (%(default)g)")  # fmt: skip
+                        help=f"seconds {purpose} (%(default)g)")  # fmt: skip
 
 
 def launch_options(options: argparse.Namespace, *, program: str = "", **more: Any) -> LaunchOptions:
@@ -82,7 +83,8 @@ def _up(options: argparse.Namespace, **place: Any) -> int:
 def _add_launch(parser: Parser) -> None:
     add_start_flags(parser, files="*")
     add_node_flags(parser)
-    _add_join_flags(parser)
+    parser.add_argument("--join", metavar="WHERE",
+                        help="lend this machine to a live run: directory, HOST:PORT or file with that")  # fmt: skip
 
 
 def add_node_flags(spread: Parser) -> None:
@@ -96,11 +98,6 @@ def add_node_flags(spread: Parser) -> None:
     add_timeout(spread, "lost", PATIENCE.lost_s, "of silence after which another machine is lost")
     spread.add_argument("--job-key", type=Path, metavar="FILE",
                         help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
-
-
-def _add_join_flags(spread: Parser) -> None:
-    spread.add_argument("--join", metavar="WHERE",
-                        help="lend this machine to a live run: directory, HOST:PORT or file with that")  # fmt: skip
 
 
 def _num_nodes(text: str) -> tuple[int, int]:
@@ -168,15 +165,8 @@ def _add_demo(demo: Parser) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from ..demo.run import DemoOptions, run_demo  # the demo builds models: torch
 
-    return run_demo(
-        DemoOptions(
-            folder=options.folder or DemoOptions.default_folder(datetime.now()),
-            seed=options.seed,
-            engines=options.engines,
-            ranks=options.ranks,
-            is_quiet=options.quiet,
-        )
-    )
+    folder = options.folder or Path("runs") / f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    return run_demo(DemoOptions(folder, options.seed, options.engines, options.ranks, options.quiet))
 
 
 def _add_init(parser: Parser) -> None:
@@ -213,14 +203,14 @@ def add_point_flags(parser: Parser) -> None:
 
 
 def _resume(options: argparse.Namespace) -> int:
-    named: Path | None = options.run_dir or options.run_path
+    folder: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
     if is_on_several(options) and (place := place_of(options))["place"].rank:
         return follow(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
-    if named is not None and _is_over(named):
-        return start_again(named, options)
-    note = find_run(named) if named is not None else _only_live_run(options)
+    if folder is not None and _is_over(folder):
+        return start_again(folder, options)
+    note = find_run(folder) if folder is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
         raise ConfigError(
             f"the run in {note.run_dir} is live: --from and --set are for one that has ended",
@@ -234,18 +224,19 @@ def _resume(options: argparse.Namespace) -> int:
 def is_on_several(options: argparse.Namespace) -> bool:
     """Whether several machines are meant: the command line gives their number or their rendezvous. Variables of a
     scheduler do not count: a run of several machines may be resumed on one of them."""
-    return any(said is not None for said in (options.nnodes, options.node_rank, options.rdzv, options.rdzv_file))
+    flags = options.nnodes, options.node_rank, options.rdzv, options.rdzv_file
+    return any(value is not None for value in flags)
 
 
-def _is_over(named: Path) -> bool:
+def _is_over(folder: Path) -> bool:
     """Whether a run directory has no launcher any more. A socket alone says little: one that was killed left it."""
     from ..run_dir import LOCK, RunDir
 
-    if not is_run_folder(named):
+    if not is_run_folder(folder):
         return False
-    note = ControlNote.load(named)
+    note = ControlNote.load(folder)
     is_spoken_to = note is not None and note.is_live
-    return not (RunDir(named).is_held if (named / LOCK).exists() else is_spoken_to)
+    return not (RunDir(folder).is_held if (folder / LOCK).exists() else is_spoken_to)
 
 
 def _only_live_run(options: argparse.Namespace) -> ControlNote:
@@ -254,19 +245,19 @@ def _only_live_run(options: argparse.Namespace) -> ControlNote:
     except NoLiveRun as error:
         newest = RUNS / "latest"
         if (newest / CONFIG).is_file():
-            where = RUNS / newest.resolve().name
-            raise LaunchError(error.message, remedy=f"one that is over is named: myxa resume {where}") from error
+            remedy = f"one that is over is named: myxa resume {RUNS / newest.resolve().name}"
+            raise LaunchError(error.message, remedy=remedy) from error
         raise
 
 
-def start_again(named: Path, options: argparse.Namespace) -> int:
+def start_again(folder: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
     from ..run_dir import RunDir
     from ..run_lineage.next_run import no_longer_alive
     from ..run_lineage.resume_point import choose_point
 
     place = place_of(options) if is_on_several(options) else {}
-    run_dir = RunDir(named.resolve())
+    run_dir = RunDir(folder.resolve())
     with no_longer_alive(run_dir):
         with Waiting("checking checkpoints", sys.stdout, is_quiet=options.quiet):
             # one that was named is verified in full before newer ones are put away for it
@@ -274,24 +265,25 @@ def start_again(named: Path, options: argparse.Namespace) -> int:
         return _resume_launch(run_dir, point, options, place)
 
 
-def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, where: dict[str, Any]) -> int:
+def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, place: dict[str, Any]) -> int:
     from ...core.config import load_config
     from ...core.config.loading import toml_value
     from ..launcher import launch
     from ..run_lineage.next_run import begin_next_life, put_config_back
     from ..run_lineage.origin import RunOrigin, config_of
 
-    place = f"trainer.resume={toml_value(str(point.place))}"
+    start = f"trainer.resume={toml_value(str(point.place))}"
     text, torn = config_of(run_dir.path)
     origin, lost = RunOrigin.found(run_dir.path)
-    config = load_config(run_dir.config, [*options.overrides, place], text=text)
-    if config.run.name != load_config(run_dir.config, [place], text=text).run.name:
+    config = load_config(run_dir.config, [*options.overrides, start], text=text)
+    if config.run.name != load_config(run_dir.config, [start], text=text).run.name:
         raise ConfigError("run.name: a resumed run keeps its name", remedy="`myxa fork` makes another run of it")
-    for said in (torn, lost, *(f"passed over: {one}" for one in point.passed_over)):
-        print(said, end="\n" if said else "", flush=True)
+    for line in (torn, lost, *(f"passed over: {checkpoint}" for checkpoint in point.passed_over)):
+        print(line, end="\n" if line else "", flush=True)
     print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-    own = {"program": origin.program, "run_dir": run_dir, "prepare": lambda: begin_next_life(run_dir, point, text)}
-    ending = launch(config, launch_options(options, **own, **where))
+    same_run = {"program": origin.program, "run_dir": run_dir}
+    prepare = partial(begin_next_life, run_dir, point, text)
+    ending = launch(config, launch_options(options, prepare=prepare, **same_run, **place))
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):
         print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)
@@ -320,11 +312,7 @@ def _fork(options: argparse.Namespace) -> int:
             options.run_dir, options.version, options.name, options.overrides, datetime.now(), _check_of(options)
         )
     if options.no_start:
-        show(
-            options,
-            {"run_dir": str(run_dir)},
-            lambda facts: f"made {facts['run_dir']}; start it: myxa resume {facts['run_dir']}",
-        )
+        show(options, {"run_dir": str(run_dir)}, lambda _: f"made {run_dir}; start it: myxa resume {run_dir}")
         return 0
     options.version, options.overrides = None, []
     return start_again(run_dir, options)

@@ -62,16 +62,16 @@ def _compare(options: argparse.Namespace) -> int:
         page = write_page(runs, options.html)
         show(options, {"report": str(page)}, lambda facts: facts["report"])
         return 0
-    names, found = [run.run_dir.name for run in runs], compared(runs, options.metrics)
+    names, metrics = [run.run_dir.name for run in runs], compared(runs, options.metrics)
     facts = {
         "runs": [str(run.run_dir) for run in runs],
-        "metrics": [{"metric": each.metric, "last": each.last} for each in found],
+        "metrics": [{"metric": metric.metric, "last": metric.last} for metric in metrics],
     }
-    show(options, facts, lambda _: _compare_page(names, found))
+    show(options, facts, lambda _: _compare_page(names, metrics))
     return 0
 
 
-def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableType:
+def _compare_page(names: list[str], metrics: list[ComparedMetric]) -> RenderableType:
     from rich.console import Console
 
     from ..views.numbers import clean, short
@@ -79,10 +79,10 @@ def _compare_page(names: list[str], found: list[ComparedMetric]) -> RenderableTy
     console = Console()
     width = max(6, min(24, (console.width - 36) // len(names) - 12))
     rows: list[tuple[str, ...]] = []
-    for each in found:
-        lines = each.lines(width)
-        cells = (f"{short(last):>8}  {line}" for last, line in zip(each.last, lines, strict=True))
-        rows.append((clean(each.metric), *cells))
+    for metric in metrics:
+        lines = metric.lines(width)
+        cells = (f"{short(last):>8}  {line}" for last, line in zip(metric.last, lines, strict=True))
+        rows.append((clean(metric.metric), *cells))
     return table(("metric", *(clean(name) for name in names)), rows)
 
 
@@ -99,7 +99,7 @@ def _dump(options: argparse.Namespace) -> int:
     folder = folder_of(options)
     path: Path = options.file or folder / "groups.sqlite"
     facts = {"path": str(path), "num_groups": dump_groups(folder / LEDGER, path)}
-    show(options, facts, lambda told: f"{told['num_groups']} groups in {told['path']}")
+    show(options, facts, lambda facts: f"{facts['num_groups']} groups in {facts['path']}")
     return 0
 
 
@@ -114,8 +114,8 @@ def _add_samples(parser: Parser) -> None:
 def _samples(options: argparse.Namespace) -> int:
     from ..views.run_files import SampleQuery, read_samples
 
-    wanted = SampleQuery(step=options.step, held_out=options.eval is not None, eval_set=options.eval or "")
-    show(options, {"groups": read_samples(folder_of(options), wanted, options.num_groups)}, _draw)
+    query = SampleQuery(step=options.step, held_out=options.eval is not None, eval_set=options.eval or "")
+    show(options, {"groups": read_samples(folder_of(options), query, options.num_groups)}, _draw)
     return 0
 
 

@@ -34,7 +34,6 @@ def _ps_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, 
     from ..views.run_files import load_run
     from ..views.run_view import run_view_of_files
 
-    del options
     return msgspec.to_builtins(run_view_of_files(load_run(folder)).actors)
 
 

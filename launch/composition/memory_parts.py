@@ -18,6 +18,7 @@ from ...core.errors import ConfigError
 from ...core.protocols import Engine, ReleasesMemory
 from ...memory.communicators.residency import CommResidency
 from ..actor_spec import ActorSpec
+from ..memory_part import GIB, MIB
 
 if TYPE_CHECKING:
     from ...actors.backends.megatron.offload import MegatronOffload
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ...actors.trainer.tenant import TrainerTenancy
     from ...memory.arenas.arena import Arena
 
-MIB = 1 << 20
-GIB = 1 << 30
 HOST_CHUNK_BYTES = 4 * MIB
 POOL_SLACK = 1.05
 """Factor on the planned size: tensors are padded and sizes rounded up."""
@@ -102,11 +101,9 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     agent = NodeAgent({} if on_gpus else {host_device(spec.node, config): config.memory.capacity_mb * MIB})
     if spec.name != manager_name(config):
         return agent
-    limits = (
-        LeaseOptions(reserve_bytes=config.memory.reserve_mb * MIB)
-        if on_gpus
-        else LeaseOptions(reserve_bytes=0, margin_bytes=0)
-    )
+    limits = LeaseOptions(reserve_bytes=0, margin_bytes=0)
+    if on_gpus:
+        limits = LeaseOptions(reserve_bytes=config.memory.reserve_mb * MIB)
     share = share_options(config)
     return MemoryManager(
         agent=agent,

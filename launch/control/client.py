@@ -61,9 +61,6 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, msgspec.DecodeError):
             return None
 
-    def facts(self) -> dict[str, object]:
-        return msgspec.to_builtins(self)
-
     @property
     def is_live(self) -> bool:
         """Whether the launcher's socket is still there; its folder goes with the launcher."""
@@ -73,56 +70,52 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-def find_run(named: Path | None, *, command: str = "", is_elsewhere_meant: bool = True) -> ControlNote:
-    """The run that is named, else the only live one: of `runs/` here, of this folder or one below, or else (unless not
-    `is_elsewhere_meant`) of this user on this host. `command`: what was typed, of a command that changes the run: one
-    elsewhere has to be named. Raises LaunchError when there is none, or more than one to choose from, which it lists.
-    """
-    if named is not None:
-        return _named(named)
+def find_run(folder: Path | None, *, command: str = "", is_elsewhere_meant: bool = True) -> ControlNote:
+    """The run of that directory, else the only live one: of `runs/` here, of this folder or one below, or else (unless
+    not `is_elsewhere_meant`) of this user on this host. `command`: what was typed, of a command that changes the run:
+    one elsewhere has to be named. Raises LaunchError when there is none, or several to choose from, which it lists."""
+    if folder is not None:
+        return _run_in(folder)
     of_user = _live(_of_this_user())
-    for found in (_live(RUNS.glob(f"*/{NOTE}")), [note for note in of_user if _is_below_here(note)], of_user):
-        if not found or (found is of_user and not is_elsewhere_meant):
+    for notes in (_live(RUNS.glob(f"*/{NOTE}")), [note for note in of_user if _is_below_here(note)], of_user):
+        if not notes or (notes is of_user and not is_elsewhere_meant):
             continue
-        listed = "".join(f"\n  {note.run_dir}" for note in found)
-        if command and found is of_user:
+        listed = "".join(f"\n  {note.run_dir}" for note in notes)
+        if command and notes is of_user:
             raise LaunchError(
                 f"no live run in this folder ({Path.cwd()}), only elsewhere:{listed}",
-                remedy=f"to change that one: {command} --run {shlex.quote(found[0].run_dir)}",
+                remedy=f"to change that one: {command} --run {shlex.quote(notes[0].run_dir)}",
             )
-        if len(found) > 1:
-            raise SeveralLiveRuns(f"{len(found)} runs are live:{listed}", remedy="say which one: --run RUN")
-        return found[0]
+        if len(notes) > 1:
+            raise SeveralLiveRuns(f"{len(notes)} runs are live:{listed}", remedy="say which one: --run RUN")
+        return notes[0]
     raise NoLiveRun(
         f"there is no live run here: none in {RUNS.resolve()}, and no other of this user",
         remedy="start one with `myxa up`, or name the run directory that it printed: --run RUN",
     )
 
 
-def _named(named: Path) -> ControlNote:
-    note = ControlNote.load(named)
+def _run_in(folder: Path) -> ControlNote:
+    note = ControlNote.load(folder)
     if note is not None and note.is_live:
         return note
-    if note is None and not is_run_folder(named):
-        run_dir = next(filter(is_run_folder, named.absolute().parents), None)
-        known = (
-            "the folder that `myxa up` printed, one of those in run.dir" if run_dir is None else f"its run, {run_dir}"
-        )
-        what = f"{named} is no run directory: there is no {CONFIG} in it"
-        what = what if named.is_dir() else f"there is no run directory {named}"
-        raise LaunchError(what, remedy=f"name {known}")
-    if (named / LOCK).exists() and not RunDir(named).is_held:
-        remedy = (
-            f"`myxa resume {shlex.quote(str(named))}` continues it; why, ps, logs, samples and report read its files"
-        )
-        raise LaunchError(f"the run in {named} cannot be spoken to: it is over", remedy=remedy)
+    if note is None and not is_run_folder(folder):
+        run_dir = next(filter(is_run_folder, folder.absolute().parents), None)
+        candidate = f"its run, {run_dir}" if run_dir else "the folder that `myxa up` printed, one of those in run.dir"
+        cause = f"{folder} is no run directory: there is no {CONFIG} in it"
+        cause = cause if folder.is_dir() else f"there is no run directory {folder}"
+        raise LaunchError(cause, remedy=f"name {candidate}")
+    if (folder / LOCK).exists() and not RunDir(folder).is_held:
+        resume = f"`myxa resume {shlex.quote(str(folder))}` continues it"
+        remedy = f"{resume}; why, ps, logs, samples and report read its files"
+        raise LaunchError(f"the run in {folder} cannot be spoken to: it is over", remedy=remedy)
     why = "its launcher is gone" if note is not None else "it is over, or has control.socket = false, or is elsewhere"
-    raise LaunchError(f"the run in {named} cannot be spoken to: {why}", remedy="do this on the host of `myxa up`")
+    raise LaunchError(f"the run in {folder} cannot be spoken to: {why}", remedy="do this on the host of `myxa up`")
 
 
 def _live(notes: Iterator[Path]) -> list[ControlNote]:
-    found = {note.run_dir: note for path in notes if (note := ControlNote.load(path.parent)) is not None}
-    return [found[name] for name in sorted(found) if found[name].is_live]
+    by_folder = {note.run_dir: note for path in notes if (note := ControlNote.load(path.parent)) is not None}
+    return [note for _, note in sorted(by_folder.items()) if note.is_live]
 
 
 def _is_below_here(note: ControlNote) -> bool:
@@ -219,8 +212,8 @@ def _broken() -> tuple[type[Exception], ...]:
 
 def error_of(facts: dict[str, Any]) -> MyxaError:
     """The error that a run answered, of the same class where the class is ours."""
-    named = getattr(errors, str(facts.get("type")), None)
-    kind = named if isinstance(named, type) and issubclass(named, MyxaError) else MyxaError
+    kind = getattr(errors, str(facts.get("type")), None)
+    kind = kind if isinstance(kind, type) and issubclass(kind, MyxaError) else MyxaError
     error = kind(str(facts.get("message", "?")), remedy=str(facts.get("remedy", "")))
     error.exit_code = int(facts.get("exit_code", 1))
     return error

@@ -114,7 +114,6 @@ async def _memory(context: VerbContext, arguments: verbs.Arguments, operator: Op
 
 
 async def _verbs(context: VerbContext, arguments: verbs.Arguments, operator: Operator) -> list[dict[str, Any]]:
-    del context, arguments, operator
     return [verbs.describe(verb) for verb in verbs.ALL]
 
 
@@ -235,7 +234,6 @@ MAX_ASKED = 64
 
 
 async def _status(context: VerbContext, arguments: verbs.StatusArguments, operator: Operator) -> RunView:
-    del operator
     view = await RunWatch(context.node, context.node.clock).look()
     view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
     if not arguments.whole:

@@ -259,8 +259,8 @@ def find_targets(target: str, roster: Sequence[ActorFacts]) -> tuple[ActorFacts,
     if actors:
         return actors
     names = [record.name for record in roster]
-    words = {record.role for record in roster} | {f"node:{record.node}" for record in roster}
-    near = nearest(word.removesuffix("/*"), [*names, *sorted(words), "all"])
+    groups = {record.role for record in roster} | {f"node:{record.node}" for record in roster}
+    near = nearest(word.removesuffix("/*"), [*names, *sorted(groups), "all"])
     shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else "")
     raise ConfigError(
         f"{word[:64]!r} names no actor of this run; there are {shown or 'none'}",

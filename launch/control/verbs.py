@@ -236,11 +236,11 @@ ALL: tuple[Verb[Any], ...] = (
 BY_NAME: dict[str, Verb[Any]] = {verb.name: verb for verb in ALL}
 
 
-def find_verb(name: str, known: dict[str, Verb[Any]]) -> Verb[Any]:
+def find_verb(name: str, verbs: dict[str, Verb[Any]]) -> Verb[Any]:
     """Raises ConfigError for an unknown name, with the nearest one."""
-    if name in known:
-        return known[name]
-    near = nearest(name, tuple(known))
+    if name in verbs:
+        return verbs[name]
+    near = nearest(name, tuple(verbs))
     raise ConfigError(
         f"{name[:64]!r} is no verb", remedy=f"did you mean {near!r}?" if near else "ask for the verb `verbs`"
     )
@@ -257,11 +257,10 @@ def argument_names(verb: Verb[Any]) -> list[str]:
 def describe(verb: Verb[Any]) -> dict[str, Any]:
     """For people and programs: name, effect, help, arguments as a JSON schema."""
     schema = msgspec.json.schema(verb.arguments)["$defs"][verb.arguments.__name__]
-    given = {name: facts for name, facts in schema.get("properties", {}).items() if name != WHO}
     return {
         "name": verb.name,
         "effect": verb.effect,
         "help": verb.help,
-        "arguments": given,
+        "arguments": {name: facts for name, facts in schema.get("properties", {}).items() if name != WHO},
         "required": [name for name in schema.get("required", []) if name != WHO],
     }

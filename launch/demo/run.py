@@ -2,7 +2,7 @@
 `myxa init`: a task of one's own, which begins with the demo's model.
 
 Two ordinary runs, one after the other (`sft.toml`, `rl.toml` beside this file): a short imitation of mostly wrong
-demonstrations, then asynchronous GRPO. A demonstration is right with probability `p_right`, else a typical slip, so
+demonstrations, then asynchronous GRPO. A demonstration is right with probability `P_RIGHT`, else a typical slip, so
 that every group of samples has spread.
 """
 
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from ..waiting import Waiting
 
 DIGITS = "0123456789"
 SHORTEST, LONGEST = 3, 7
+P_RIGHT = 0.3
 
 _SLIPS: tuple[Callable[[str], str], ...] = (
     lambda digits: digits,
@@ -54,24 +54,19 @@ def answer(prompt: str) -> str:
     return "".join(sorted(prompt.split()[1]))
 
 
-def demonstration(prompt: str, rng: random.Random, p_right: float) -> str:
-    if rng.random() < p_right:
-        return answer(prompt)
-    return rng.choice(_SLIPS)(prompt.split()[1])
-
-
-def rows(num: int, seed: int, p_right: float) -> Iterator[dict[str, str]]:
+def rows(num: int, seed: int) -> Iterator[dict[str, str]]:
     rng = random.Random(seed)
     for _ in range(num):
         prompt = question(rng)
-        yield {"prompt": prompt, "label": answer(prompt), "demonstration": demonstration(prompt, rng, p_right)}
+        shown = answer(prompt) if rng.random() < P_RIGHT else rng.choice(_SLIPS)(prompt.split()[1])
+        yield {"prompt": prompt, "label": answer(prompt), "demonstration": shown}
 
 
-def write_rows(path: Path, num: int, seed: int, *, p_right: float = 0.3, exclude: frozenset[str] = frozenset()) -> None:
+def write_rows(path: Path, num: int, seed: int, *, exclude: frozenset[str] = frozenset()) -> None:
     """Write a JSONL file of `num` rows; prompts in `exclude` are left out (held-out prompts stay unseen)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = (row for row in rows(num, seed, p_right) if row["prompt"] not in exclude)
-    path.write_bytes(b"\n".join(orjson.dumps(row) for row in kept) + b"\n")
+    lines = (orjson.dumps(row) for row in rows(num, seed) if row["prompt"] not in exclude)
+    path.write_bytes(b"\n".join(lines) + b"\n")
 
 
 def prompts(path: Path) -> frozenset[str]:
@@ -114,10 +109,6 @@ class DemoOptions:
     ranks: int = 1
     is_quiet: bool = False
 
-    @staticmethod
-    def default_folder(now: datetime) -> Path:
-        return Path("runs") / f"demo-{now.strftime('%Y%m%d-%H%M%S')}"
-
 
 def run_demo(options: DemoOptions) -> int:
     code = warm_up(options).exit_code
@@ -153,24 +144,24 @@ def begin_task(folder: Path, model: str = "", now: Callable[[str], object] = lam
         raise ConfigError(f"{folder / there[0]} is there already", remedy="name a folder without these files")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file", remedy="name a folder; a new one is made")
-    named = hub_text(model, "model", Path.cwd())
-    if model and not named and not Path(model, "config.json").is_file():
+    hub_model = hub_text(model, "model", Path.cwd())
+    if model and not hub_model and not Path(model, "config.json").is_file():
         remedy = "name a model's folder, or one of the hub: org/name"
         raise ConfigError(f"--model {model}: there is no {Path(model, 'config.json')}", remedy=remedy)
     if not model:
-        made = DemoOptions(folder / "warm-up", is_quiet=True)
+        warm = DemoOptions(folder / "warm-up", is_quiet=True)
         now("making a small model: it learns to answer, for 20 s to a minute")
-        with redirect_stdout(io.StringIO()) as said:  # it names files that are removed below
-            code = warm_up(made).exit_code
-        if code or not (made.folder / "sft").exists():
-            print(said.getvalue(), end="")
+        with redirect_stdout(io.StringIO()) as output:  # it names files that are removed below
+            code = warm_up(warm).exit_code
+        if code or not (warm.folder / "sft").exists():
+            print(output.getvalue(), end="")
             return code or 1
-        (made.folder / "sft").resolve().joinpath("export").rename(folder / "model")
-        shutil.rmtree(made.folder)
+        (warm.folder / "sft").resolve().joinpath("export").rename(folder / "model")
+        shutil.rmtree(warm.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, template in TASK_FILES.items():
         text = (files("myxa.launch") / "templates" / template).read_text()
-        shown = json.dumps(named or str(Path(model).absolute()), ensure_ascii=False) if model else '"model"'
+        shown = json.dumps(hub_model or str(Path(model).absolute()), ensure_ascii=False) if model else '"model"'
         (folder / name).write_text(text.replace('path = "model"', f"path = {shown}", 1))
     runpy.run_path(str(folder / "my_task.py"), run_name="__main__")  # writes the rows
     print(

@@ -193,7 +193,7 @@ def _fork(request: ForkRequest, launcher: socket.socket, own_end: socket.socket,
     try:
         if os.fork() == 0:
             launcher.close()
-            status = _live(request, own_end, log)
+            status = be_actor(request) if detach(request, own_end, log) else 0
         else:
             status = 0
     except OSError as error:
@@ -202,14 +202,6 @@ def _fork(request: ForkRequest, launcher: socket.socket, own_end: socket.socket,
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def _live(request: ForkRequest, own_end: socket.socket, log: int) -> int:
-    """Run the new process; returns its exit status."""
-    if not detach(request, own_end, log):
-        return 0
-    own_end.close()
-    return be_actor(request)
 
 
 def _tell(own_end: socket.socket, reply: ForkReply) -> None:
@@ -234,11 +226,11 @@ def detach(request: ForkRequest, own_end: socket.socket, log: int) -> bool:
     own_end.settimeout(GO_S)
     try:
         own_end.send(pack(ForkReply(pid=os.getpid())))
-        is_wanted = own_end.recv(len(GO)) == GO
+        return own_end.recv(len(GO)) == GO
     except OSError:  # timeout, or the launcher is gone
         return False
-    own_end.settimeout(None)
-    return is_wanted
+    finally:
+        own_end.close()
 
 
 def be_actor(request: ForkRequest) -> int:

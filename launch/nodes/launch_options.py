@@ -96,10 +96,13 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config.model_copy(update={"trainer": trainer})
 
 
-def facts_of(place: NodePlace, rendezvous: NodeRendezvous, *, is_late: bool = False) -> NodeFacts:
+def facts_of(
+    place: NodePlace, rendezvous: NodeRendezvous, actors: Sequence[ActorSpec] = (), *, is_late: bool = False
+) -> NodeFacts:
+    """`actors`: none where they are not known yet."""
     return NodeFacts(
         node=place.rank, version=__version__, host=socket.gethostname(), address=rendezvous.address,
-        machine=boot_id(), is_late=is_late, nonce=secrets.token_hex(8),
+        machine=boot_id(), is_late=is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, place.rank),
     )  # fmt: skip
 
 

@@ -57,9 +57,9 @@ def fork_run(
         raise LaunchError(f"{parent} is no run directory", remedy="name the folder that `myxa up` printed")
     parent = parent.resolve()
     point = _choose(parent, version)
-    named = [f"run.name={name}"] if name else []
+    renamed = [f"run.name={name}"] if name else []
     text, _ = config_of(parent)
-    config = fetched(load_config(parent / CONFIG, [*overrides, *named, 'trainer.resume=""'], text=text))
+    config = fetched(load_config(parent / CONFIG, [*overrides, *renamed, 'trainer.resume=""'], text=text))
     trainer = config.trainer.model_copy(update={"resume": str(point.checkpoint)})
     check(config.model_copy(update={"trainer": trainer}))
     run_dir = RunDir.create(config.run.dir, config.run.name, now, is_announced=False)
@@ -120,12 +120,8 @@ def _take(source: int, name: str, folder: Path) -> None:
     except FileNotFoundError:
         raise
     except OSError:  # another file system, or one without links
-        _copy(source, name, folder)
-
-
-def _copy(source: int, name: str, folder: Path) -> None:
-    with open(name, "rb", opener=partial(os.open, dir_fd=source)) as file, (folder / name).open("wb") as copy:
-        shutil.copyfileobj(file, copy)
+        with open(name, "rb", opener=partial(os.open, dir_fd=source)) as file, (folder / name).open("wb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 MOVED = ("logs", "coordinator.journal", "rdzv.json", "control.json")
@@ -146,10 +142,10 @@ def no_longer_alive(run_dir: RunDir) -> Generator[None]:
 
 def put_config_back(run_dir: RunDir) -> bool:
     """Restore the config.toml of the life before one that failed at its start; whether it differs."""
-    kept = past_of(run_dir.path, len(RunOrigin.load(run_dir.path).lives) - 1) / run_dir.config.name
-    if not kept.is_file() or kept.read_bytes() == run_dir.config.read_bytes():
+    earlier = past_of(run_dir.path, len(RunOrigin.load(run_dir.path).lives) - 1) / run_dir.config.name
+    if not earlier.is_file() or earlier.read_bytes() == run_dir.config.read_bytes():
         return False
-    run_dir.post_config(kept.read_text(encoding="utf-8"))
+    run_dir.post_config(earlier.read_text(encoding="utf-8"))
     return True
 
 

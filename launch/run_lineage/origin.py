@@ -118,12 +118,10 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
     def in_words(self) -> str:
         """Parent and lives; empty for a run that was started once, from nothing."""
-        words: list[str] = []
-        if self.parent:
-            words.append(f"forked from version {self.parent_version} of {self.parent}")
+        parts = [f"forked from version {self.parent_version} of {self.parent}"] if self.parent else []
         if len(self.lives) > 1:
-            words.append(f"life {len(self.lives)}, from version {self.lives[-1].began_at}")
-        return "; ".join(words)
+            parts.append(f"life {len(self.lives)}, from version {self.lives[-1].began_at}")
+        return "; ".join(parts)
 
 
 def origin_events(run_dir: Path) -> tuple[tuple[str, str], ...]:
@@ -162,43 +160,42 @@ def start_keeper(run_dir: Path) -> Callable[[Path], None]:
     def keep(checkpoint: Path) -> None:
         with suppress(LaunchError):  # an unreadable origin.json is not copied
             copy = StartCopy(config=config, origin=RunOrigin.load(run_dir))
-            whole = msgspec.structs.replace(copy, sha256=copy.digest())
-            write_durably(checkpoint / START_FILE, msgspec.json.format(msgspec.json.encode(whole), indent=2))
+            copy = msgspec.structs.replace(copy, sha256=copy.digest())
+            write_durably(checkpoint / START_FILE, msgspec.json.format(msgspec.json.encode(copy), indent=2))
 
     return keep
 
 
 def _newest_copy(run_dir: Path) -> tuple[StartCopy | None, str]:
     """The copy of the latest life, in its newest checkpoint, and that one's name."""
-    found: list[tuple[int, int, str, StartCopy]] = []
+    copies: list[tuple[int, int, str, StartCopy]] = []
     for path in (run_dir / CHECKPOINTS).glob(f"*/{START_FILE}"):
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             copy = msgspec.json.decode(read_regular(path, MAX_BYTES), type=StartCopy)
             if copy.sha256 == copy.digest():
-                found.append((len(copy.origin.lives), version_in(path.parent), path.parent.name, copy))
-    _, _, name, copy = max(found, key=lambda each: each[:3], default=(0, 0, "", None))
+                copies.append((len(copy.origin.lives), version_in(path.parent), path.parent.name, copy))
+    _, _, name, copy = max(copies, key=lambda entry: entry[:3], default=(0, 0, "", None))
     return copy, name
 
 
 def config_of(run_dir: Path) -> tuple[str | None, str]:
     """(text of config.toml as the newest copy has it, why), or (None, ""): read the file itself."""
     copy, place = _newest_copy(run_dir)
-    trouble = copy and _trouble(run_dir / CONFIG, copy.config)
-    return (
-        (copy.config, f"{run_dir / CONFIG} {trouble}: its copy in {place} is taken") if copy and trouble else (None, "")
-    )
+    if copy is None or not (trouble := _trouble(run_dir / CONFIG, copy.config)):
+        return None, ""
+    return copy.config, f"{run_dir / CONFIG} {trouble}: its copy in {place} is taken"
 
 
-def _trouble(path: Path, whole: str) -> str:
+def _trouble(path: Path, copy: str) -> str:
     """Why a file is torn. One that is no TOML but has most of its lines is a person's, who made an error in it."""
     text = ""
     try:
         text = read_regular(path, MAX_BYTES).decode("utf-8-sig")
-        if text.strip() != whole.strip() and whole.startswith(text.rstrip()):
+        if text.strip() != copy.strip() and copy.startswith(text.rstrip()):
             return "is cut off"
         tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        lines = set(whole.splitlines())
+        lines = set(copy.splitlines())
         return "" if len(lines & set(text.splitlines())) * 2 > len(lines) else "is no TOML"
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read ({error})"

@@ -49,11 +49,13 @@ def choose_point(
 
     Raises LaunchError saying what there is instead.
     """
-    own = _refused("it is not read") if needs_copy else _own_ledger(run_dir / LEDGER)
+    why_not = _refused("it is not read") if needs_copy else _own_ledger(run_dir / LEDGER)
     origin = RunOrigin.load(run_dir)
     passed: list[str] = []
     for info in whole_ones(run_dir / CHECKPOINTS, version, reads_all=reads_all):
-        point = _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, own, tuple(passed))
+        point = (
+            _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, why_not, tuple(passed))
+        )
         if isinstance(point, ResumePoint):
             return point
         passed.append(f"{info.path.name}: {point}")
@@ -84,30 +86,29 @@ def _refused(reason: str) -> WhyNot:
     return lambda _: reason
 
 
-def _with_ledger(info: CheckpointInfo, own: Path, why_not: WhyNot, passed: tuple[str, ...]) -> ResumePoint | str:
+def _with_ledger(info: CheckpointInfo, ledger: Path, why_not: WhyNot, passed: tuple[str, ...]) -> ResumePoint | str:
     """A point at this checkpoint, or why there is none."""
     reason = why_not(info.version)
     if not reason:
-        return ResumePoint(info.path, info.version, own, OWN_LEDGER, is_own_ledger=True, passed_over=passed)
+        return ResumePoint(info.path, info.version, ledger, OWN_LEDGER, is_own_ledger=True, passed_over=passed)
     try:
         copy = ledger_in(info.path)
     except TrainError as error:
         return f"{error.message}; and of the run's own ledger: {reason}"
-    words = f"the checkpoint's copy of the ledger (of the run's own: {reason})"
-    return ResumePoint(info.path, info.version, copy, words, is_own_ledger=False, passed_over=passed)
+    text = f"the checkpoint's copy of the ledger (of the run's own: {reason})"
+    return ResumePoint(info.path, info.version, copy, text, is_own_ledger=False, passed_over=passed)
 
 
 def _nothing(run_dir: Path, version: int | None, passed: list[str]) -> LaunchError:
-    found = "".join(f"\n  {text}" for text in passed)
+    listed = "".join(f"\n  {text}" for text in passed)
     if version is not None:
         if passed:
-            return LaunchError(f"{run_dir} cannot resume from version {version}:{found}", remedy="leave --from out")
-        there = ", ".join(str(info.version) for info in whole_ones(run_dir / CHECKPOINTS, reads_all=False))
-        there = there or "none"
-        return LaunchError(f"{run_dir} has no checkpoint of version {version}; there are: {there}")
+            return LaunchError(f"{run_dir} cannot resume from version {version}:{listed}", remedy="leave --from out")
+        versions = ", ".join(str(info.version) for info in whole_ones(run_dir / CHECKPOINTS, reads_all=False))
+        return LaunchError(f"{run_dir} has no checkpoint of version {version}; there are: {versions or 'none'}")
     if passed:
         return LaunchError(
-            f"no checkpoint in {run_dir} can be used:{found}", remedy="start a new run with its config.toml"
+            f"no checkpoint in {run_dir} can be used:{listed}", remedy="start a new run with its config.toml"
         )
     return LaunchError(
         f"{run_dir} has no checkpoint: it wrote none",
@@ -164,10 +165,10 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
     if not config.trainer.resume or (run_dir / LEDGER).exists():
         return None
     checkpoint = named_checkpoint(config.trainer.resume)
-    own = checkpoint.parent.parent / LEDGER
-    reason = _why_unusable(own, look_at(checkpoint).version)
+    ledger = checkpoint.parent.parent / LEDGER
+    reason = _why_unusable(ledger, look_at(checkpoint).version)
     if not reason:
-        return own
+        return ledger
     try:
         return ledger_in(checkpoint)
     except TrainError as error:

@@ -291,17 +291,17 @@ class RunSupervisor(SupervisorContract):
         self._rules.on_launch(actor.name)
         self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
 
-    async def kill(self, meant: Sequence[ActorFacts], who: str) -> None:
-        """Kill these and all that they started. `who`: who asked for it, and why, for the report."""
+    async def kill(self, meant: Sequence[ActorFacts], killer: str) -> None:
+        """Kill these and all that they started. `killer`: who asked for it, and why, for the report."""
         names = [record.name for record in meant]
         for name in names:
-            self._note_kill(name, who)
+            self._note_kill(name, killer)
         await self._end_all(names)
 
-    def _note_kill(self, name: str, who: str) -> None:
+    def _note_kill(self, name: str, killer: str) -> None:
         """For the report, before it is sent."""
         if name in self.actors:
-            self.failures.killed(name, self._rules.attempt(name), who)
+            self.failures.killed(name, self._rules.attempt(name), killer)
 
     def retire(self, name: str, reason: str) -> None:
         """Have an actor hand its work back and end for good. Raises ConfigError for one that cannot."""

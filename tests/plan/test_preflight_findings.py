@@ -191,10 +191,12 @@ def test_gpus_that_somebody_else_was_given_are_not_taken(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", lent)
     config = run(roles={"trainer": {"devices": "0-1", "count": 2}})
     there = Gpus((Gpu("H200", 1, uuid="GPU-aa11"), Gpu("H200", 1, uuid="GPU-bb22")), driver="580")
-    said = [str(found.error) for found in devices(CheckedRun(config, place(config, 1), known={gpus: there}))]
-    assert [text.partition(", and CUDA")[0] for text in said] == [f"roles.trainer.devices names GPU {foreign}"] * bool(
-        foreign
-    )
+    role = {"kind": "sglang", "devices": "0-1", "count": 2}  # each actor sees its own
+    apart = run(roles={"rollout": role}, engine={"start_s": 60.0})
+    for name, planned in (("trainer", config), ("rollout", apart)):
+        said = [str(found.error) for found in devices(CheckedRun(planned, place(planned, 1), known={gpus: there}))]
+        expected = [f"roles.{name}.devices names GPU {foreign}"] * bool(foreign)
+        assert [text.partition(", and CUDA")[0] for text in said] == expected
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
