@@ -56,13 +56,6 @@ class UndecodableError(ValueError):
     """Bytes that do not make a value of the wanted type."""
 
 
-def cannot_travel(value: Any, why: Exception) -> BadRequest:
-    return BadRequest(
-        f"a {type(value).__name__} cannot travel: {why}",
-        remedy="use structs, numbers, text, tuples, dicts and numeric numpy arrays",
-    )
-
-
 def lift(item: Any, lifted: list[memoryview]) -> Any:
     """What the body has for `item`, which JSON cannot express; an array's bytes are added to `lifted`."""
     if isinstance(item, np.ndarray):
@@ -228,7 +221,10 @@ class Codec:
                 lifted.clear()
                 body = msgspec.json.encode((value, odd), enc_hook=hook)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise cannot_travel(value, error) from error
+            raise BadRequest(
+                f"a {type(value).__name__} cannot travel: {error}",
+                remedy="use structs, numbers, text, tuples, dicts and numeric numpy arrays",
+            ) from error
         return body, tuple(lifted)
 
     def decode(self, body: Buffer, frames: tuple[Buffer, ...]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from contextlib import suppress
 
 from ..core.errors import LaunchError
 
@@ -19,12 +20,10 @@ SPARE = 12
 def raise_limit() -> int:
     """Raise this process's limit to what the system allows it; returns the limit that holds now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):
-            return soft
-    return hard
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
 
 
 def check_room(purpose: str) -> None:

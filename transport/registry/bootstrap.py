@@ -49,12 +49,6 @@ from .directory import Directory, DirectoryUpdate, HostedActor, Location, NodeRe
 from .registry import REGISTRY, REGISTRY_KEY, RegistryActor
 
 
-def registry_location(rdzv: Rendezvous) -> Location:
-    node_id, epoch = REGISTRY_KEY
-    node = NodeRecord(name=REGISTRY, node_id=node_id, epoch=epoch, endpoints=rdzv.endpoints)
-    return Location(node, HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryActor).names))
-
-
 def host_registry(name: str, transport: Transport) -> tuple[RegistryActor, NodeRecord, Rendezvous]:
     """The registry with this process as its first member, and how others find it."""
     registry = RegistryActor(transport.guard)
@@ -131,7 +125,11 @@ class Mirror:
         fenced: Callable[[StaleEpoch], None],
     ) -> None:  # fmt: skip
         self.directory = Directory()
-        self._location = registry_location(rdzv)
+        node = NodeRecord(
+            name=REGISTRY, node_id=REGISTRY_KEY.node_id, epoch=REGISTRY_KEY.epoch, endpoints=rdzv.endpoints
+        )
+        actor = HostedActor(name=REGISTRY, index=0, handlers=handlers_of(RegistryActor).names)
+        self._location = Location(node, actor)
         self._session = session
         self._clock = clock
         self._tell = tell

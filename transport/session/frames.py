@@ -260,16 +260,13 @@ def fill_chunk(scratch: bytearray, data: Buffer, offset: int) -> memoryview:
     return chunk
 
 
-def room_bytes() -> int:
-    """For all half-received envelopes of a process: a quarter of the machine's memory, at least 2 GiB."""
-    return max(2 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-
-
 class Assemblies:
     """Joins the chunks of all connections of one receiver; those of a connection must come in order."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        self._limit_bytes = room_bytes() if limit_bytes is None else limit_bytes
+        """`limit_bytes` None: a quarter of the machine's memory, at least 2 GiB."""
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._limit_bytes = max(2 << 30, memory_bytes // 4) if limit_bytes is None else limit_bytes
         self._parts: dict[bytes, bytearray | None] = {}
         """Connection -> what has come of its envelope; None: it was given up, its further chunks are dropped."""
 
