@@ -87,14 +87,11 @@ def raising(number: int) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
-async def test_a_machine_without_room_for_a_process_may_have_it_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-):
-    monkeypatch.setattr(subprocess, "Popen", raising(number))
+async def test_a_machine_without_room_for_a_process_may_have_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subprocess, "Popen", raising(errno.EAGAIN))
     reply = await refused(tmp_path, order())
     assert reply.status == LaunchError.exit_code
-    assert os.strerror(number) in reply.problem
+    assert os.strerror(errno.EAGAIN) in reply.problem
 
 
 async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
