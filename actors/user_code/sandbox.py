@@ -196,14 +196,15 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         for pid in _children(process.pid) or (process.pid,):
             os.kill(pid, signal.SIGKILL if pid != process.pid else signal.SIGTERM)
-    try:
-        async with asyncio.timeout(KILL_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(KILL_S):
-            await process.stdout.read()  # to its end, or the pipe stays open
+    for _ in range(2):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_S):
+                while await process.stdout.read(1 << 16):  # or its end is not seen
+                    pass
+                await process.wait()
+                return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
     await process.wait()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.harness.commands import Command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, make_job, metrics, worker_pids
 from tests.harness.waiting import wait_until
@@ -39,6 +40,18 @@ def environment_pids(actor: int) -> list[int]:
     return found
 
 
+def working(run: Command) -> tuple[int, list[int]]:
+    """The actor, or its next life, and its workers; none where the run has ended."""
+    found: list[tuple[int, list[int]]] = []
+
+    def is_there() -> bool:
+        found[:] = [(pid, environment_pids(pid)) for pid in worker_pids(run.pid, "rollout/0")[:1]]
+        return run.poll() is not None or any(workers for _, workers in found)
+
+    wait_until(is_there, "the actor and its workers")
+    return found[0] if found else (0, [])
+
+
 def check_groups(ledger: Path) -> int:
     """Of the finished groups that the ledger holds; returns their number."""
     with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db:
@@ -60,20 +73,17 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
         f'env = {{ GAMES_LOG = "{tmp_path / "log"}", GAMES_PACE_S = "0.05" }}\n'
     )
     process = job.start(
-        "run.num_steps=7", 'rollout.workflow="environment"', "rollout.max_turns=4", "rollout.workers=2",
+        "run.num_steps=5", 'rollout.workflow="environment"', "rollout.max_turns=4", "rollout.workers=2",
         "rollout.save_partials_s=0.2", 'reward.fn="workflow"', "rollout.max_retries=50",
         more=(str(tmp_path / "environments.toml"),),
     )  # fmt: skip
     try:
-        for done in range(1, 5):
+        for done in range(1, 4):
             wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
-            wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
-            actor = worker_pids(process.pid, "rollout/0")[0]
-            wait_until(lambda actor=actor: process.poll() is not None or environment_pids(actor), "its workers")
-            workers = environment_pids(actor)
+            actor, workers = working(process)
             seen.update(workers)
-            if done == 3:
+            if done == 2:
                 os.kill(actor, signal.SIGKILL)
                 wait_until(lambda workers=workers: not any(map(psutil.pid_exists, workers)), "no worker survives")
             elif workers:
