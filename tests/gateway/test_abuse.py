@@ -17,7 +17,6 @@ from tests.gateway.scripted import Says, serving, session_of
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.server import Gateway
-from myxa.actors.gateway.session import AgentSession
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -305,22 +304,17 @@ async def test_streamed_text_is_the_text_whatever_the_pieces() -> None:
     print("seed", seed)
     rng = random.Random(seed)
     letters = ["a", " ", "é", "語", "🙂", "\n", "<", "<think>", "</think>", "<tool_call>", "ß ", "👩‍👩‍👧"]
-    for _ in range(12):
-        text = "".join(rng.choices(letters, k=rng.randrange(1, 60)))
-        one = session_of(Says(QWEN3, lambda prompt, text=text: text))
-        session: AgentSession = one.session
-        gateway = Gateway()
-        key = gateway.open(one)
-        async with serving(gateway) as url, httpx.AsyncClient(base_url=url) as http:
-            body = {"messages": HELLO, "stream": True}
-            streamed = await http.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
-            whole = await http.post(
-                "/v1/chat/completions", json={"messages": HELLO}, headers={"Authorization": f"Bearer {key}"}
-            )
-        deltas = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
-        message = whole.json()["choices"][0]["message"]
-        for field in ("content", "reasoning_content"):
-            pieces = "".join(one["choices"][0]["delta"].get(field) or "" for one in deltas if one["choices"])
-            assert pieces == (message.get(field) or ""), (text, field)
-        await gateway.close(key)
-        assert session.counts["turns"] == 2
+    gateway = Gateway()
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url) as http:
+        for _ in range(12):
+            text = "".join(rng.choices(letters, k=rng.randrange(1, 60)))
+            one = session_of(Says(QWEN3, lambda prompt, text=text: text))
+            head = {"Authorization": f"Bearer {gateway.open(one)}"}
+            path, body = "/v1/chat/completions", {"messages": HELLO}
+            streamed = await http.post(path, json={**body, "stream": True}, headers=head)
+            message = (await http.post(path, json=body, headers=head)).json()["choices"][0]["message"]
+            deltas = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+            for field in ("content", "reasoning_content"):
+                pieces = "".join(one["choices"][0]["delta"].get(field) or "" for one in deltas if one["choices"])
+                assert pieces == (message.get(field) or ""), (text, field)
+            assert one.session.counts["turns"] == 2

@@ -169,7 +169,7 @@ class Gym:
     def __init__(self): self.pid = os.getpid()
     def step(self, of):
         note("step", of, self.pid)
-        time.sleep(3600 if of == 0 else 1.0)
+        time.sleep(3600 if of == 0 else 0.3)
     def run(self, ctx, prompt):
         ctx.episode.generate()
         self.step(ctx.index)
@@ -188,20 +188,20 @@ class SlowTeardown(Gym):
 """
 
 SDK_FLOWS = """
-async def by_sdk(ctx, prompt):
-    messages = [{"role": "user", "content": "hello"}]
-    async with ctx.openai as client:
-        for _ in range(2):
-            chat = await client.chat.completions.create(model="policy", messages=messages)
-            messages += [chat.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
-    return ctx.samples(reward=1.0)
+class BySdk:
+    async def setup(self, ctx, prompt):
+        messages = [{"role": "user", "content": "hello"}]
+        async with ctx.openai as client:
+            for _ in range(2):
+                chat = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [chat.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "again"}]
 
-def by_plain_sdk(ctx, prompt):
-    with ctx.openai as client:
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
-    return ctx.samples(reward=1.0)
+    def run(self, ctx, prompt):
+        with ctx.openai as client:
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+        return ctx.samples(reward=1.0)
 """
-"""In a file of their own: a worker imports the SDKs that its file speaks of, which takes most of a second."""
+"""In a file of its own: a worker imports the SDKs that it speaks of, which takes most of a second."""
 
 
 class Words:
@@ -400,12 +400,9 @@ async def test_phases_of_a_workflow_are_waits_and_an_unknown_kind_is_refused(flo
 
 async def test_workflows_with_the_openai_sdk(flows: Path, model: Path) -> None:
     flows.write_text(SDK_FLOWS)
-    async with bench(flows, model, "by_sdk") as made:
+    async with bench(flows, model, "BySdk") as made:
         group = await made.run(4)
-        assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 2)] * 4
-    async with bench(flows, model, "by_plain_sdk") as made:
-        group = await made.run(4)
-        assert [(one.reward, one.num_turns) for one in group.samples] == [(1.0, 1)] * 4
+        assert [(one.reward, one.num_turns) for one in group.samples] == [(None, 2), (1.0, 1)] * 4
 
 
 async def test_a_sample_without_a_score_of_its_judge_is_masked_and_the_others_learn(flows: Path, model: Path) -> None:
@@ -427,13 +424,13 @@ async def test_a_sample_without_a_score_of_its_judge_is_masked_and_the_others_le
 
 async def test_d01_plain_phases_that_hang_cost_their_worker_only_after_the_others(flows: Path, model: Path) -> None:
     """Gym-style: they block one another neither while they step nor when one of them never ends."""
-    async with bench(flows, model, "Gym", run_s=3.0, block_s=0.5) as made:
+    async with bench(flows, model, "Gym", run_s=2.0, block_s=0.5) as made:
         made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 0})
         group = await made.run(6)
         assert "Gym.step (flows.py)" in {place for _, _, place in made.loads}
         assert [one.index for one in group.samples] == [1, 2, 3, 4, 5] and group.num_masked == 1
         ((kind, words),) = made.told
-        assert kind == "environment" and "did not finish within 3 s at Gym.step (flows.py:" in words
+        assert kind == "environment" and "did not finish within 2 s at Gym.step (flows.py:" in words
         await until(lambda: not made.pool.pids, "the hung call ends with its worker")
         group = await made.run(2)
         assert [one.index for one in group.samples] == [1]
@@ -454,11 +451,11 @@ async def test_d01_what_swallows_its_cancellation_is_left_alone(flows: Path, mod
 async def test_d01_c_code_that_holds_the_interpreter_is_seen(
     flows: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "SILENT_S", 3.0)
+    monkeypatch.setattr(process, "SILENT_S", 2.0)
     async with bench(flows, model, "play", **LIMIT_S) as made:
         group = await made.run(3, ["interpreter"], times=1)
         assert len(group.samples) == 3
-        assert made.told and made.told[0][0] == "environment" and "it said nothing for 4.5 s" in made.told[0][1]
+        assert made.told and made.told[0][0] == "environment" and "it said nothing for 3.5 s" in made.told[0][1]
 
 
 async def test_d04_a_teardown_is_not_cut_by_the_end_of_the_actor(flows: Path, model: Path) -> None:
@@ -483,17 +480,10 @@ async def test_d01_an_environment_that_blocks_or_hangs_ends_its_episode_only(flo
         assert [lines.count(f"close r1.5.{who}") for who in ("0 0", "0 1", "2 0", "2 1", "3 0", "3 1")] == [
             2, 2, 1, 1, 1, 1,
         ]  # fmt: skip
-    assert late[0] < 1.0
-    assert any("Env.step (flows.py:" in words for _, words in made.told), made.told
-
-
-async def test_d01_an_environment_that_swallows_every_exception_loses_its_worker(flows: Path, model: Path) -> None:
-    async with bench(flows, model, "play", **LIMIT_S) as made, never_held() as late:
-        made.runner.options.rollout = made.runner.options.rollout.model_copy(update={"max_retries": 1})
-        group = await made.run(4, ["stubborn"])
-        assert [s.index for s in group.samples] == [1, 2, 3] and group.num_masked == 1
+        assert (await made.run(4, ["stubborn"])).num_masked == 1, "it swallows every exception, and loses its worker"
         assert (await made.run(2)).num_masked == 0, "the pool works on"
     assert late[0] < 1.0
+    assert any("Env.step (flows.py:" in words for _, words in made.told), made.told
 
 
 async def test_d03_failures_have_a_kind_that_says_what_becomes_of_the_member(flows: Path, model: Path) -> None:
