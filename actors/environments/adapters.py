@@ -21,7 +21,7 @@ import numpy as np
 
 from ...core.errors import ConfigError
 from ..gateway.answering import fault_body
-from ..gateway.exchange import STATUS
+from ..gateway.exchange import STATUS, function_tool
 from ..gateway.session import RequestFault
 from ..user_code.functions import Expected, named_code, what_was_raised
 from ..workflows.failures import EnvironmentFailure, SandboxFailure
@@ -210,11 +210,6 @@ def text_of(content: Any) -> str:
 def listed(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
     """As chat templates know them."""
     return [function_tool(tool.name, tool.description, tool.input_schema) for _, tool in tools.values()]
-
-
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 MODELS_FAULTS = (-32601, -32602)

@@ -14,11 +14,13 @@ from .exchange import (
     Exchange,
     call_table,
     check_has,
+    check_tool_choice,
     checked_messages,
     event,
     facts_of,
     function_tool,
     read_body,
+    refuse,
     sampling_of,
 )
 from .openai_chat import json_text
@@ -107,9 +109,7 @@ def _text(content: str | Sequence[Block] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for block in content:
-        if block.type != "text":
-            reason = f"a block of type {block.type!r} is not read here: this model reads text"
-            raise RequestFault("invalid", reason, param=place)
+        refuse(block.type != "text", place, f"has a block of type {block.type!r}: this model reads text")
         check_has(block, _NEEDED["text"], place)
     return "".join(str(block.text) for block in content)
 
@@ -128,8 +128,7 @@ def read_client_message(message: ClientMessage, place: str) -> Iterator[Message]
         extra = {"reasoning_content": thought} if thought else {}
         yield Message(role="assistant", content=_text(text_blocks, place), tool_calls=calls, extra=extra)
         return
-    if not blocks:
-        raise RequestFault("invalid", "content is an empty list", param=place)
+    refuse(not blocks, f"{place}.content", "is an empty list")
     for is_result, group in groupby(blocks, lambda block: block.type == "tool_result"):
         if not is_result:
             yield Message(role=message.role, content=_text(list(group), place))
@@ -151,18 +150,15 @@ class AnthropicMessage(Exchange):
         body = read_body(raw, MessagesBody)
         tool_choice = body.tool_choice or {}
         choice = tool_choice.get("type", "auto")
-        if choice not in ("auto", "none"):
-            reason = "must be auto or none: a call that is forced is none of the model's own"
-            raise RequestFault("invalid", reason, param="tool_choice")
+        check_tool_choice(choice)
         if body.thread is not None:  # the SDK's tool runner then sends its request again without one
             reason = "no thread is kept here: send all messages with each request"
             raise RequestFault("invalid", reason, param="thread", code="thread_unsupported_request")
-        if (body.output_config or {}).get("format"):
-            raise RequestFault("invalid", "must be left out: no grammar is applied", param="output_config.format")
+        has_format = (body.output_config or {}).get("format")
+        refuse(has_format, "output_config.format", "must be left out: no grammar is applied")
         for number, tool in enumerate(body.tools or ()):
-            if tool.type not in (None, "custom"):
-                reason = f"a tool of type {tool.type!r} is run by its maker's servers: give one with an input_schema"
-                raise RequestFault("invalid", reason, param=f"tools.{number}")
+            reason = f"is of type {tool.type!r}, run by its maker's servers: give one with an input_schema"
+            refuse(tool.type not in (None, "custom"), f"tools.{number}", reason)
         system = _text(body.system, "system")
         messages = [Message(role="system", content=system)] if system else []
         for number, message in enumerate(body.messages):
@@ -199,9 +195,7 @@ class AnthropicMessage(Exchange):
             {"type": "tool_use", "id": number, "name": call.name, "input": call.arguments}
             for number, call in zip(answer.call_ids, text.calls, strict=True)
         ]
-        reasons = {"stop_reason": stop_reason(answer), "stop_sequence": answer.stop or None}
-        more = {"token_ids": list(answer.token_ids), "myxa": facts_of(answers)}
-        return {**self._head(answer), "content": blocks, **reasons, **more}
+        return {**self._head(answer), "content": blocks, **stopped(answer), **told(answer)}
 
     def begin(self) -> str:
         message = {**self._head(None), "content": list[Any](), "stop_reason": None, "stop_sequence": None}
@@ -239,17 +233,19 @@ class AnthropicMessage(Exchange):
 
     def close(self, answers: Sequence[Answer]) -> str:
         answer = answers[0]
-        delta = {"stop_reason": stop_reason(answer), "stop_sequence": answer.stop or None}
-        usage = {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)}
-        more = {"token_ids": list(answer.token_ids), "myxa": facts_of(answers)}
-        return _event("message_delta", delta=delta, usage=usage, **more) + _event("message_stop")
+        usage = self._head(answer)["usage"]
+        return _event("message_delta", delta=stopped(answer), usage=usage, **told(answer)) + _event("message_stop")
 
 
-def stop_reason(answer: Answer) -> str:
-    """Why the turn ended, in Anthropic's words."""
-    if answer.finish == "length":
-        return "max_tokens"
-    return "tool_use" if answer.text.calls else "stop_sequence" if answer.stop else "end_turn"
+def stopped(answer: Answer) -> dict[str, str | None]:
+    """Why the turn ended."""
+    ended = "tool_use" if answer.text.calls else "stop_sequence" if answer.stop else "end_turn"
+    return {"stop_reason": "max_tokens" if answer.finish == "length" else ended, "stop_sequence": answer.stop or None}
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """What the dialect has no field for."""
+    return {"token_ids": list(answer.token_ids), "myxa": facts_of([answer])}
 
 
 def _event(kind: str, **data: Any) -> str:

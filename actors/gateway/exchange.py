@@ -121,24 +121,22 @@ def text_of(content: object, param: str, kinds: tuple[str, ...] = ("text",)) -> 
     """Content that is a text, a list of texts or nothing. Raises RequestFault for images and other kinds."""
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise RequestFault("invalid", f"{param} is neither a text nor a list of parts", param=param)
+    refuse(not isinstance(content, list), param, "is neither a text nor a list of parts")
     texts: list[str] = []
     for part in cast("list[object]", content):
         table = cast("dict[str, Any]", part) if isinstance(part, dict) else dict[str, Any]()
         kind = table.get("type", "none")
         text = table.get("refusal" if kind == "refusal" else "text")
-        if kind not in kinds or not isinstance(text, str):
-            raise RequestFault("invalid", f"{param} has a part of type {kind!r}: this model reads text", param=param)
-        texts.append(text)
+        is_text = kind in kinds and isinstance(text, str)
+        refuse(not is_text, param, f"has a part of type {kind!r}: this model reads text")
+        texts.append(str(text))
     return "".join(texts)
 
 
 def check_has(entry: object, names: Sequence[str], place: str) -> None:
     """Raises RequestFault for an entry of a request without a field that its kind has."""
     for name in names:
-        if getattr(entry, name) is None:
-            raise RequestFault("invalid", f"{place}.{name} is missing or null", param=f"{place}.{name}")
+        refuse(getattr(entry, name) is None, f"{place}.{name}", "is missing or null")
 
 
 def arguments_of(text: object) -> Any:
@@ -162,11 +160,16 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {"type": "object"}}}
 
 
+def refuse(is_wrong: object, param: str, fault: str) -> None:
+    """Raises RequestFault for a field that is wrong. `fault`: behind its name."""
+    if is_wrong:
+        raise RequestFault("invalid", f"{param} {fault}", param=param)
+
+
 def check_tool_choice(choice: object) -> None:
     """Raises RequestFault for a call that is forced."""
-    if choice not in (None, "auto", "none"):
-        reason = "tool_choice must be auto or none: a call that is forced is none of the model's own"
-        raise RequestFault("invalid", reason, param="tool_choice")
+    fault = "must be auto or none: a call that is forced is none of the model's own"
+    refuse(choice not in (None, "auto", "none"), "tool_choice", fault)
 
 
 def sampling_of(**values: object) -> dict[str, Any]:
@@ -181,8 +184,7 @@ def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 def checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Raises RequestFault for none."""
-    if not messages:
-        raise RequestFault("invalid", "messages is empty: send at least one", param="messages")
+    refuse(not messages, "messages", "is empty: send at least one")
     return tuple(messages)
 
 

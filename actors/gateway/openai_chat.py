@@ -21,6 +21,7 @@ from .exchange import (
     facts_of,
     function_tool,
     read_body,
+    refuse,
     sampling_of,
     stops_of,
     text_of,
@@ -57,12 +58,14 @@ class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     n: int | None = None
     logit_bias: dict[str, float] | None = None
 
+    @property
+    def num(self) -> int:
+        return 1 if self.n is None else self.n
+
     def sampling(self, max_tokens: int | None) -> dict[str, Any]:
         """Raises RequestFault."""
-        if self.logit_bias:
-            raise RequestFault("invalid", "logit_bias would change what is learnt: leave it out", param="logit_bias")
-        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
-            raise RequestFault("invalid", f"n is {self.n}: use 1 to {MAX_CHOICES}", param="n")
+        refuse(self.logit_bias, "logit_bias", "would change what is learnt: leave it out")
+        refuse(not 1 <= self.num <= MAX_CHOICES, "n", f"is {self.n}: use 1 to {MAX_CHOICES}")
         values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         return sampling_of(**values, stop=stops_of(self.stop), max_new_tokens=max_tokens)
 
@@ -139,8 +142,7 @@ class CompletionBody(_Shared, forbid_unknown_fields=True, kw_only=True):
 
 def read_message(message: ChatMessage, place: str) -> Message:
     """Of a chat history. Raises RequestFault."""
-    if message.function_call is not None:
-        raise RequestFault("invalid", f"{place}.function_call is of an old form: use tool_calls", param=place)
+    refuse(message.function_call is not None, f"{place}.function_call", "is of an old form: use tool_calls")
     if message.role != "assistant":
         check_has(message, ("content",), place)
     thought = message.reasoning_content or message.reasoning
@@ -164,25 +166,43 @@ def read_tools(tools: Sequence[ChatTool] | None, choice: str | dict[str, Any] | 
     )
 
 
-class ChatCompletion(Exchange):
+class _Completion(Exchange):
+    """What both have."""
+
+    fault = staticmethod(openai_fault)
+    kind: ClassVar[str]
+    """Of a stream's events."""
+
+    def _take(self, body: ChatBody | CompletionBody) -> None:
+        self.model, self.num, self.is_stream = body.model, body.num, bool(body.stream)
+        self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
+        self._tells_logprobs = body.logprobs is not None and body.logprobs is not False
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "cmpl" if kind == TextCompletion.kind else "chatcmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _whole(self, kind: str, choices: list[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
+        usage, facts = usage_of(answers), facts_of(answers)
+        return {**self._head(kind), "choices": choices, "usage": usage, "myxa": facts}
+
+    def close(self, answers: Sequence[Answer]) -> str:
+        return (event(self._whole(self.kind, [], answers)) if self._tells_usage else "") + DONE
+
+
+class ChatCompletion(_Completion):
     """A chat and its next turn."""
 
     path: ClassVar[str] = "/v1/chat/completions"
-    fault = staticmethod(openai_fault)
+    kind = "chat.completion.chunk"
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, ChatBody)
-        if body.response_format not in (None, {"type": "text"}):
-            raise RequestFault(
-                "invalid", "response_format must be text: no grammar is applied", param="response_format"
-            )
-        if body.modalities not in (None, ["text"]):
-            raise RequestFault("invalid", "modalities must be text", param="modalities")
-        if body.top_logprobs:
-            raise RequestFault(
-                "invalid", "top_logprobs must be 0: engines tell those of drawn tokens", param="top_logprobs"
-            )
+        is_text = body.response_format in (None, {"type": "text"})
+        refuse(not is_text, "response_format", "must be text: no grammar is applied")
+        refuse(body.modalities not in (None, ["text"]), "modalities", "must be text")
+        refuse(body.top_logprobs, "top_logprobs", "must be 0: engines tell those of drawn tokens")
         tools = read_tools(body.tools, body.tool_choice)
         messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(body.messages)]
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -194,9 +214,7 @@ class ChatCompletion(Exchange):
             sampling=body.sampling(limit),
             fingerprint=key,
         )
-        self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
-        self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
-        self._tells_logprobs = bool(body.logprobs)
+        self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [
@@ -214,11 +232,7 @@ class ChatCompletion(Exchange):
             }
             for index, answer in enumerate(answers)
         ]
-        head = self._head("chat.completion")
-        return {**head, "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
+        return self._whole("chat.completion", choices, answers)
 
     def _more(self, answer: Answer) -> dict[str, Any]:
         calls = [
@@ -246,7 +260,7 @@ class ChatCompletion(Exchange):
 
     def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
-        return event({**self._head("chat.completion.chunk"), "choices": [choice]})
+        return event({**self._head(self.kind), "choices": [choice]})
 
     def begin(self) -> str:
         return "".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num))
@@ -261,42 +275,28 @@ class ChatCompletion(Exchange):
         more = {"logprobs": self._logprobs(answer), "token_ids": list(answer.token_ids)}
         return calls_chunk + self._chunk(index, {}, finish_of(answer), **more)
 
-    def close(self, answers: Sequence[Answer]) -> str:
-        head, no_choices = self._head("chat.completion.chunk"), list[Any]()
-        usage = event({**head, "choices": no_choices, "usage": usage_of(answers), "myxa": facts_of(answers)})
-        return (usage if self._tells_usage else "") + DONE
 
-
-class TextCompletion(Exchange):
+class TextCompletion(_Completion):
     """A text and how it continues. No chat template is applied; each is a sample of its own."""
 
     path: ClassVar[str] = "/v1/completions"
-    fault = staticmethod(openai_fault)
+    kind = "text_completion"
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, CompletionBody)
         prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        if len(prompts) != 1 or not prompts[0]:
-            raise RequestFault("invalid", "prompt must be one text", param="prompt")
-        if body.echo or body.suffix or body.best_of not in (None, 1):
-            raise RequestFault("invalid", "echo, suffix and best_of are not supported: leave them out", param="echo")
-        if (body.logprobs or 0) > 1:
-            raise RequestFault(
-                "invalid", "logprobs must be 0 or 1: engines tell those of drawn tokens", param="logprobs"
-            )
+        refuse(len(prompts) != 1 or not prompts[0], "prompt", "must be one text")
+        others = body.echo or body.suffix or body.best_of not in (None, 1)
+        refuse(others, "echo", "is not supported, nor are suffix and best_of: leave them out")
+        refuse((body.logprobs or 0) > 1, "logprobs", "must be 0 or 1: engines tell those of drawn tokens")
         limit = 16 if body.max_tokens is None else body.max_tokens
         self.request = TurnRequest(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
-        self.model, self.num, self.is_stream = body.model, body.n or 1, bool(body.stream)
-        self._tells_usage = bool((body.stream_options or {}).get("include_usage"))
-        self._tells_logprobs = body.logprobs is not None
+        self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(index, answer.text.content, answer) for index, answer in enumerate(answers)]
-        return {**self._head(), "choices": choices, "usage": usage_of(answers), "myxa": facts_of(answers)}
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": f"cmpl-{self.id}", "object": "text_completion", "created": self.created, "model": self.model}
+        return self._whole(self.kind, choices, answers)
 
     def _choice(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
         logprobs = None
@@ -307,15 +307,10 @@ class TextCompletion(Exchange):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def delta(self, index: int, reasoning: str, content: str) -> str:
-        return event({**self._head(), "choices": [self._choice(index, reasoning + content, None)]})
+        return event({**self._head(self.kind), "choices": [self._choice(index, reasoning + content, None)]})
 
     def end(self, index: int, answer: Answer) -> str:
-        return event({**self._head(), "choices": [self._choice(index, "", answer)]})
-
-    def close(self, answers: Sequence[Answer]) -> str:
-        no_choices = list[Any]()
-        usage = event({**self._head(), "choices": no_choices, "usage": usage_of(answers), "myxa": facts_of(answers)})
-        return (usage if self._tells_usage else "") + DONE
+        return event({**self._head(self.kind), "choices": [self._choice(index, "", answer)]})
 
 
 def _bytes_of(text: str) -> list[int] | None:

@@ -22,6 +22,7 @@ from .exchange import (
     facts_of,
     function_tool,
     read_body,
+    refuse,
     sampling_of,
     text_of,
 )
@@ -149,11 +150,10 @@ class Response(Exchange):
         super().__init__()
         self._body = body = read_body(raw, ResponseBody)
         check_tool_choice(body.tool_choice)
-        if body.text is not None and body.text.format.type != "text":
-            raise RequestFault("invalid", "text.format must be text: no grammar is applied", param="text.format")
-        if "message.output_text.logprobs" in (body.include or ()):
-            reason = "include cannot ask for log-probs here: ask /v1/chat/completions"
-            raise RequestFault("invalid", reason, param="include")
+        is_text = body.text is None or body.text.format.type == "text"
+        refuse(not is_text, "text.format", "must be text: no grammar is applied")
+        asks_logprobs = "message.output_text.logprobs" in (body.include or ())
+        refuse(asks_logprobs, "include", "cannot ask for log-probs here: ask /v1/chat/completions")
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
             if body.previous_response_id not in session.conversations:

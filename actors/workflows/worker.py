@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
@@ -23,7 +24,7 @@ import msgspec
 from ...core.errors import FailureKind, MyxaError, UserCodeError
 from ...core.messages import SamplingParams
 from ...core.protocols import Delta, GenerateRequest
-from ...core.samples import FinishReason, Message, Sample
+from ...core.samples import FinishReason, Sample
 from ..models.tokenizer import FolderTokenizer
 from ..user_code.functions import is_async, what_was_raised
 from ..user_code.process import MAX_FRAME_BYTES, Blocked, SharedLoop, TookTooLong, UserCall, encoder
@@ -318,13 +319,13 @@ class PlainEpisode:
         self._play, self._episode, self._loop = play, episode, loop
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._episode, name)
+        value = getattr(self._episode, name)
+        if name not in ("branch", "session", "text"):
+            return value
+        return partial(self._opened, value)
 
-    def branch(self, num_turns: int | None = None) -> PlainEpisode:
-        return PlainEpisode(self._play, self._episode.branch(num_turns), self._loop)
-
-    def session(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> PlainEpisode:
-        return PlainEpisode(self._play, self._episode.session(messages, tools), self._loop)
+    def _opened(self, opens: Callable[..., Episode], *args: Any, **options: Any) -> PlainEpisode:
+        return PlainEpisode(self._play, opens(*args, **options), self._loop)
 
     def __copy__(self) -> Any:
         return copy.copy(self._episode)

@@ -232,8 +232,8 @@ async def test_instructions_are_of_one_response(door: Door) -> None:
 
 
 CLAUDE_WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, r"output_config\.format: must be left out"),
-    ({"messages": [*HELLO, {"role": "user", "content": []}]}, r"messages\.1: content is an empty list"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, r"output_config\.format must be left out"),
+    ({"messages": [*HELLO, {"role": "user", "content": []}]}, r"messages\.1\.content is an empty list"),
 ]
 
 

@@ -65,9 +65,9 @@ def sync(ctx, prompt):
     time.sleep(0.05)
     ctx.episode.reply("user", "again")
     other = ctx.episode.branch()
-    own = ctx.episode.session(prompt.messages)
-    other.generate(), own.generate(), ctx.episode.generate()
-    return [other.sample(), own.sample(), ctx.episode.sample(reward=0.25, metadata={"pid": os.getpid()})]
+    own, text = ctx.episode.session(prompt.messages), ctx.episode.text("1 2")
+    other.generate(), own.generate(), text.generate(), ctx.episode.generate()
+    return [other.sample(), own.sample(), text.sample(), ctx.episode.sample(reward=0.25, metadata={"pid": os.getpid()})]
 
 async def searches(ctx, prompt):
     await ctx.episode.generate()
@@ -364,7 +364,7 @@ async def test_d01_a_plain_def_is_a_workflow(flows: Path, model: Path) -> None:
     async with bench(flows, model, "sync") as made, never_held() as late:
         group = await made.run(8)
     last = [one for one in group.samples if one.branch == 0]
-    assert len(group.samples) == 24 and [(one.reward, one.num_turns) for one in last] == [(0.25, 2)] * 8
+    assert len(group.samples) == 32 and [(one.reward, one.num_turns) for one in last] == [(0.25, 2)] * 8
     assert len({one.metadata["pid"] for one in last}) == 1 and late[0] < 1.0
 
 
