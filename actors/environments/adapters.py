@@ -80,8 +80,8 @@ class Game(Environment):
             if action is None:
                 session.heard("That is no action. Answer with one number.")
                 continue
-            observed, reward, is_over, *rest = await session.called(env.step, action)
-            is_over = is_over or (len(rest) > 1 and bool(rest[0]))
+            observed, reward, is_over, *more = await session.called(env.step, action)
+            is_over = is_over or (len(more) > 1 and bool(more[0]))
             session.earned(reward)
             if not is_over:
                 await self._show(session, observed)
@@ -260,8 +260,8 @@ class OpenEnv(Environment):
         session.env = await session.entered(client)
         schema = (await session.called(_json_at, f"{self.name.rstrip('/')}/schema"))["action"]
         session.metadata["fields"] = schema.get("required", [])
-        own: dict[str, Any] = {**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})}
-        result = await session.env.reset(**{"seed": session.seed, **own})
+        options: dict[str, Any] = {**self.args.get("reset", {}), **session.row["metadata"].get("reset", {})}
+        result = await session.env.reset(**{"seed": session.seed, **options})
         session.tools = []
         if schema.get("title") in ("Action", "CallToolAction", "ListToolsAction"):
             listed = (await session.env.step({"type": "list_tools"})).observation["tools"]

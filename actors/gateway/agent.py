@@ -140,13 +140,13 @@ class AgentWorkflow:
         settings = self.settings
         async with _scratch() as scratch:
             (scratch / "task.json").write_bytes(msgspec.json.encode(task))
-            status, words = await self._run(scratch, key)
+            status, ending = await self._run(scratch, key)
             was_killed = status < 0 and not settings.cpu_s  # by whom, is not known: not the policy's fault
             if settings.reward == "exit" and not was_killed:
                 rollout.reward = float(status == 0) if rollout.reward is None else rollout.reward
                 return
             if status != 0 and (rollout.end is None or rollout.end.failure is None):
-                raise _failed(words)
+                raise _failed(ending)
             if settings.reward == "file":
                 self._read_reward(scratch / "reward.json", rollout)
 
@@ -249,8 +249,8 @@ class AgentWorkflow:
             if 200 <= status < 300:
                 return
             if status not in (429, 502, 503, 504):
-                words = reply[-TAIL_CHARS:].decode(errors="replace").replace(key, "<its key>")
-                raise _failed(f"the agent service refused the task with status {status}: {words}", "network")
+                answer = reply[-TAIL_CHARS:].decode(errors="replace").replace(key, "<its key>")
+                raise _failed(f"the agent service refused the task with status {status}: {answer}", "network")
             await asyncio.sleep(RETRY_S)
 
     async def _keep_running(self) -> None:
@@ -281,5 +281,5 @@ async def _scratch() -> AsyncGenerator[Path]:
         raise _failed(f"the agent's program cannot be started: {error}", "sandbox") from error
 
 
-def _failed(words: str, kind: FailureKind = "environment") -> MemberFailed:
-    return MemberFailed(words, kind=kind, remedy="see what the agent does; docs/agents.md")
+def _failed(fault: str, kind: FailureKind = "environment") -> MemberFailed:
+    return MemberFailed(fault, kind=kind, remedy="see what the agent does; docs/agents.md")

@@ -19,6 +19,9 @@ from .session import AgentSession, Answer, ComingTurn, RequestFault
 from .turn_text import TurnText
 
 PATHS = (ChatCompletion.path, TextCompletion.path, Response.path, AnthropicMessage.path)
+_DIALECTS: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
+    dialect.path: dialect for dialect in (ChatCompletion, TextCompletion, AnthropicMessage)
+}
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 
@@ -63,12 +66,9 @@ def read_exchange(path: str, body: bytes, session: AgentSession, retry_key: str 
     if path == Response.path:
         exchange: Exchange = Response(body, mark, session)
     else:
-        kinds: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
-            one.path: one for one in (ChatCompletion, TextCompletion, AnthropicMessage)
-        }
-        if path not in kinds:
+        if path not in _DIALECTS:
             raise RequestFault("not-found", f"there is no {path}: there are {', '.join((*PATHS, MODELS_PATH))}")
-        exchange = kinds[path](body, mark)
+        exchange = _DIALECTS[path](body, mark)
     exchange.id, exchange.decode = session.new_id(), session.decode
     return exchange
 

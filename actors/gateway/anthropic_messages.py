@@ -170,7 +170,7 @@ class AnthropicMessage(Exchange):
             max_calls=1 if tool_choice.get("disable_parallel_tool_use") else None,
             sampling=sampling_of(
                 temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
-                stop=None if body.stop_sequences is None else tuple(body.stop_sequences),
+                stop=body.stop_sequences,
             ),
             fingerprint=key,
         )  # fmt: skip

@@ -174,12 +174,10 @@ def check_tool_choice(choice: object) -> None:
 
 def sampling_of(**values: object) -> dict[str, Any]:
     """What a client says, without what it leaves out."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def stops_of(stop: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Texts that end an answer."""
-    return (stop,) if isinstance(stop, str) else None if stop is None else tuple(stop)
+    sampling: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if "stop" in sampling:
+        sampling["stop"] = (sampling["stop"],) if isinstance(sampling["stop"], str) else tuple(sampling["stop"])
+    return sampling
 
 
 def checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -23,10 +23,9 @@ from .exchange import (
     read_body,
     refuse,
     sampling_of,
-    stops_of,
     text_of,
 )
-from .session import HALF, Answer, RequestFault, TurnRequest
+from .session import HALF, Answer, RequestFault, TurnRequest, as_text
 
 _TYPES = {"auth": "authentication_error", "busy": "server_error", "engine": "server_error"}
 _CODES = {"auth": "invalid_api_key", "too-long": "context_length_exceeded", "too-large": "request_too_large"}
@@ -67,7 +66,7 @@ class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
         refuse(self.logit_bias, "logit_bias", "would change what is learnt: leave it out")
         refuse(not 1 <= self.num <= MAX_CHOICES, "n", f"is {self.n}: use 1 to {MAX_CHOICES}")
         values = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-        return sampling_of(**values, stop=stops_of(self.stop), max_new_tokens=max_tokens)
+        return sampling_of(**values, stop=self.stop, max_new_tokens=max_tokens)
 
 
 class CalledFunction(msgspec.Struct):
@@ -235,16 +234,9 @@ class ChatCompletion(_Completion):
         return self._whole("chat.completion", choices, answers)
 
     def _more(self, answer: Answer) -> dict[str, Any]:
-        calls = [
-            {
-                "id": number,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json_text(call.arguments)},
-            }
-            for number, call in zip(answer.call_ids, answer.text.calls, strict=True)
-        ]
-        thought = {"reasoning_content": answer.text.reasoning} if answer.text.reasoning else {}
-        return {**thought, **({"tool_calls": calls} if calls else {})}
+        message = answer.message()
+        calls = list(map(as_text, message.tool_calls))
+        return {**message.extra, **({"tool_calls": calls} if calls else {})}
 
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
         if not self._tells_logprobs:

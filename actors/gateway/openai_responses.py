@@ -264,11 +264,11 @@ class Response(Exchange):
         if not answer.text.calls and not self._sent["content"] and not answer.text.content:
             out += self._event("output_item.added", output_index=self._place("content")["output_index"],
                                item=self._item("content", None))  # fmt: skip
-        for at, item in enumerate(self._items(answer)):
+        for number, item in enumerate(self._items(answer)):
             if item["type"] == "function_call":
                 begun = {**item, "arguments": "", "status": "in_progress"}
-                place = {"item_id": item["id"], "output_index": at}
-                out += self._event("output_item.added", output_index=at, item=begun)
+                place = {"item_id": item["id"], "output_index": number}
+                out += self._event("output_item.added", output_index=number, item=begun)
                 out += self._event("function_call_arguments.delta", **place, delta=item["arguments"])
                 out += self._event(
                     "function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
@@ -279,7 +279,7 @@ class Response(Exchange):
                 out += self._event("content_part.done", **place, part=_part(answer.text.content))
             elif item["type"] == "reasoning":
                 out += self._event("reasoning_text.done", **self._place("reasoning"), text=answer.text.reasoning)
-            out += self._event("output_item.done", output_index=at, item=item)
+            out += self._event("output_item.done", output_index=number, item=item)
         return out
 
     def close(self, answers: Sequence[Answer]) -> str:

@@ -281,8 +281,8 @@ class Gateway:
         """Its key is refused from now on; its turns under way end."""
         rollout = self._open.pop(key, None)
         self._offered.pop(key, None)
-        for taken in self._services.values():
-            taken.discard(key)
+        for sessions in self._services.values():
+            sessions.discard(key)
         self._ended[key] = None
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -303,8 +303,8 @@ class Gateway:
 
     def drop_service(self, key: str, why: str) -> None:
         """It has ended: what it has taken fails."""
-        for taken in self._services.pop(key):
-            if (rollout := self._open.get(taken)) is not None and not rollout.ended.is_set():
+        for session in self._services.pop(key):
+            if (rollout := self._open.get(session)) is not None and not rollout.ended.is_set():
                 rollout.end = SessionEnd(failure=why)
                 rollout.ended.set()
 

@@ -314,7 +314,7 @@ class AgentSession:
             messages = tuple(replace(message, extra={}) for message in messages)
         if not _render_call(self._tokenizer)[1]:
             return messages
-        return tuple(replace(message, tool_calls=tuple(map(_as_text, message.tool_calls))) for message in messages)
+        return tuple(replace(message, tool_calls=tuple(map(as_text, message.tool_calls))) for message in messages)
 
     # -- asking
 
@@ -398,23 +398,17 @@ class AgentSession:
         root = self._root
         is_own = text is None and (prompt.messages, prompt.tools) == (root.prompt.messages, root.prompt.tools)
         if is_own and not any(line.episode is root for line in self._lines):
-            line = _Line(root, prompt)
-        elif text is not None:
-            line = _Line(root.text(text), prompt)
+            episode = root
         else:
-            line = _Line(root.session(prompt.messages, prompt.tools), prompt)
-        self._lines.append(line)
-        return line
-
-    def _is_free(self, place: _Place, params: SamplingParams) -> bool:
-        """Whether nothing follows it yet, and its turns were drawn as this one shall be."""
-        line = place.line
-        return line.num_turns == place.num_turns and not line.is_busy and line.episode.temperature == params.temperature
+            episode = root.session(prompt.messages, prompt.tools) if text is None else root.text(text)
+        self._lines.append(_Line(episode, prompt))
+        return self._lines[-1]
 
     def _continue_line(self, place: _Place, params: SamplingParams) -> _Line:
-        """The line that continues from there: the same one, or a new one."""
+        """The line that continues from there: the same one if nothing follows and this turn is drawn as those before."""
         line = place.line
-        if self._is_free(place, params):
+        is_last = line.num_turns == place.num_turns and not line.is_busy
+        if is_last and line.episode.temperature == params.temperature:
             self.counts["continued"] += 1
             return line
         self.counts["forked"] += 1
@@ -497,8 +491,8 @@ class AgentSession:
                 line.rewards[answer_id] = checked_reward(reward)
                 self.counts["turn_rewards"] += 1
                 return
-        words = f"no answer {answer_id} was given in this session: take the id from myxa.answers of an answer"
-        raise RequestFault("not-found", words, param="answer")
+        reason = f"no answer {answer_id} was given in this session: take the id from myxa.answers of an answer"
+        raise RequestFault("not-found", reason, param="answer")
 
     async def close(self) -> None:
         """End the turns under way; none begins from now on."""
@@ -564,7 +558,7 @@ TOOL: dict[str, Any] = {
 def _render_call(tokenizer: Tokenizer) -> tuple[str, bool]:
     """A conversation with a call, as the template writes it; and whether it takes arguments as a text alone, as that of
     DeepSeek does."""
-    for called in (CALLED, _as_text(CALLED)):
+    for called in (CALLED, as_text(CALLED)):
         turn = Message(role="assistant", content="", tool_calls=(called,))
         with contextlib.suppress(DataError, TemplateError):
             text = tokenizer.render_text((ASKED, turn), add_generation_prompt=False, tools=(TOOL,))
@@ -572,7 +566,7 @@ def _render_call(tokenizer: Tokenizer) -> tuple[str, bool]:
     return "", False
 
 
-def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+def as_text(call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments are JSON in a text."""
     function = call["function"]
     arguments: object = function["arguments"]
@@ -587,9 +581,8 @@ def tool_form(tokenizer: Tokenizer) -> ToolForm | None:
     for end in tokenizer.eos_token_ids:
         written = written.rstrip().removesuffix(tokenizer.decode([end], skip_special=False))
     probe = {"at": PROBE}
-    is_read = (
-        form == "llama" or PROBE not in written or probe in (one.arguments for one in read_turn(written, form).calls)
-    )
+    calls = read_turn(written, form).calls
+    is_read = form == "llama" or PROBE not in written or probe in (call.arguments for call in calls)
     return form if is_read else None
 
 
@@ -658,13 +651,13 @@ def _with_one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     return (*joined, *behind)
 
 
-def _digest(before: bytes, what: object) -> bytes:
-    return blake2b(before + msgspec.json.encode(what, order="sorted"), digest_size=16).digest()
+def _digest(before: bytes, message: object) -> bytes:
+    return blake2b(before + msgspec.json.encode(message, order="sorted"), digest_size=16).digest()
 
 
-def _thoughts_agree(given: Sequence[str], recorded: Sequence[str]) -> bool:
+def _thoughts_agree(thoughts: Sequence[str], recorded: Sequence[str]) -> bool:
     """Whether a client tells the thoughts that were; it may leave any out."""
-    return all(not thought or thought == record for thought, record in zip(given, recorded, strict=True))
+    return all(not thought or thought == record for thought, record in zip(thoughts, recorded, strict=True))
 
 
 def _canonical(message: Message) -> object:

@@ -113,13 +113,13 @@ def _value(text: str, nullable: bool | None) -> Any:
 
 
 def _deepseek_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
-    head, separator, rest = text.partition("<｜tool▁sep｜>")
+    head, separator, arguments = text.partition("<｜tool▁sep｜>")
     if not separator:
         raise ValueError("a call has a separator")
     if head.strip() == "function":  # V3 and R1: the name, then a block of JSON
-        head, _, rest = rest.partition("\n")
-    body = rest.strip().removeprefix("```json").removesuffix("```").strip()
-    return (ToolCall(head.strip(), _table(body)),)
+        head, _, arguments = arguments.partition("\n")
+    arguments = arguments.strip().removeprefix("```json").removesuffix("```")
+    return (ToolCall(head.strip(), _table(arguments)),)
 
 
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -231,17 +231,15 @@ def read_turn(
     begin = min((place for mark in openings if (place := content.find(mark)) >= 0), default=-1)
     if begin < 0:
         return TurnText(reasoning, content if is_whole else without_begun(content, (*openings, THOUGHT_BEGINS)))
-    words = content[:begin]  # an end mark in them is a word, and was streamed
+    text = content[:begin]  # an end mark in it is a word, and was streamed
     if not is_whole:
-        return TurnText(reasoning, words.rstrip())
+        return TurnText(reasoning, text.rstrip())
     unread, calls = _without_calls(content[begin:], marks, texts)
     if marks.begins in unread:  # a call that cannot be read, or has no end
-        return TurnText(
-            reasoning, words + (unread.removeprefix(_LLAMA_TAG) if form == "llama" else unread), calls, True
-        )
+        return TurnText(reasoning, text + unread.removeprefix(_LLAMA_TAG if form == "llama" else ""), calls, True)
     for mark in marks.wrapping:
         unread = unread.replace(mark, "")
-    return TurnText(reasoning, (words + unread).rstrip(), calls)
+    return TurnText(reasoning, (text + unread).rstrip(), calls)
 
 
 def _without_calls(text: str, form: _Form, texts: TextParameters) -> tuple[str, tuple[ToolCall, ...]]:
@@ -267,16 +265,16 @@ def _thought(text: str, *, begins_inside: bool, is_whole: bool) -> tuple[str, st
         may_begin = not is_whole and THOUGHT_BEGINS.startswith(begun)
         return "", "" if may_begin else text
     inside = text if begins_inside else begun[len(THOUGHT_BEGINS) :]
-    thought, ends, rest = inside.partition(THOUGHT_ENDS)
+    thought, ends, content = inside.partition(THOUGHT_ENDS)
     if not ends:
         return (thought if is_whole else without_begun(thought, (THOUGHT_ENDS,))).strip("\n"), ""
-    return thought.strip("\n"), rest.lstrip("\n")
+    return thought.strip("\n"), content.lstrip("\n")
 
 
 def cut_at(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """The text up to the first stop string in it, and that; empty: there is none."""
-    at, stop = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(len(text), ""))
-    return text[:at], stop
+    end, stop = min(((place, stop) for stop in stops if (place := text.find(stop)) >= 0), default=(len(text), ""))
+    return text[:end], stop
 
 
 def without_begun(text: str, marks: Sequence[str]) -> str:

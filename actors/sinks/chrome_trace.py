@@ -137,12 +137,12 @@ class ChromeTraceSink:
 
     def _parts(self, span: Span, row: tuple[int, int]) -> Iterator[dict[str, Any]]:
         """What a rollout did, one thing after another: (label, activity, seconds after its begin, seconds, turn)."""
-        told = {name: value for name, value in span.args.items() if name != "parts"}
+        facts = {name: value for name, value in span.args.items() if name != "parts"}
         for label, activity, after_s, lasted_s, turn in span.args["parts"]:
             start_us = max(_us(span.start_wall_s + after_s), self._row_ends_us.get(row, 0))
             self._row_ends_us[row] = end_us = max(_us(span.start_wall_s + after_s + lasted_s), start_us + 1)
             place = {"pid": row[0], "tid": row[1], "ts": start_us, "dur": end_us - start_us}
-            yield {"ph": "X", "name": label, "cat": activity, **place, "args": {**told, "turn": turn}}
+            yield {"ph": "X", "name": label, "cat": activity, **place, "args": {**facts, "turn": turn}}
 
     def _from_event(self, event: Event) -> dict[str, Any]:
         pid, ts = self._pid(event.source), _us(event.wall_s)

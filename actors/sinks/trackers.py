@@ -142,8 +142,8 @@ class WandbSink(Tracker):
     def begin(self, context: SinkContext) -> None:
         wandb = import_module("wandb")
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False)
-        chosen = wandb.setup().settings  # by environment or settings file
-        mode = self._mode or (str(chosen.mode) if "mode" in chosen.model_fields_set else "offline")
+        defaults = wandb.setup().settings  # by environment or settings file
+        mode = self._mode or (str(defaults.mode) if "mode" in defaults.model_fields_set else "offline")
         note = context.run_dir / "wandb.run_id"
         run_id = None if mode == "offline" else _noted(note)
         self._run = wandb.init(
@@ -153,7 +153,7 @@ class WandbSink(Tracker):
             group=self._group or (context.run_dir.name if mode == "offline" else None),
             dir=str(context.run_dir),
             mode=mode,
-            project=self._project or chosen.project or "myxa",
+            project=self._project or defaults.project or "myxa",
             settings=settings,
             reinit="create_new",
             **self._settings,

@@ -363,12 +363,12 @@ class DockerSandbox(RlimitsSandbox):
             await asyncio.to_thread(_docker, "rm", "--force", job.scratch.name)
 
 
-def _docker(*words: str) -> subprocess.CompletedProcess[str]:
+def _docker(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Raises OSError, also where its daemon does not answer."""
     try:
-        return subprocess.run(("docker", *words), capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(("docker", *arguments), capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired as late:
-        raise OSError(f"docker {words[0]} did not end within {late.timeout:g} s") from late
+        raise OSError(f"docker {arguments[0]} did not end within {late.timeout:g} s") from late
 
 
 def remove_containers_of_dead_owners() -> None:

@@ -44,7 +44,7 @@ from ...core.sampling import StopStrings, sampling_fault
 from ...core.suggestion import suggest
 from ..models.tokenizer import load_tokenizer
 from .demonstrated import demonstrate
-from .timeline import WaitKind, WaitNote, waiting
+from .timeline import WaitKind, WaitNote, closed, waiting
 from .turn_renderer import TurnRenderer
 
 
@@ -100,13 +100,6 @@ def joined(parts: Sequence[Delta]) -> Delta:
         kept=joined_kept([(part.kept, len(part.output_ids)) for part in parts]),
         experts=joined_experts([part.experts for part in parts]),
     )
-
-
-async def closed(stream: AsyncIterator[Delta]) -> None:
-    """Close a stream that can be closed: an engine aborts its request, unless that has ended."""
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        await close()
 
 
 SEED_BITS = 63
@@ -322,8 +315,8 @@ class Episode:
             raise self._misuse(f"has {len(ends)} turns, not {num_turns}", "count them from 1")
         return self._segments if num_turns is None else self._segments[: ends[num_turns - 1]]
 
-    def _misuse(self, words: str, remedy: str) -> UserCodeError:
-        return UserCodeError(f"workflow: the episode of row {self._prompt.row} {words}", remedy=remedy)
+    def _misuse(self, fault: str, remedy: str) -> UserCodeError:
+        return UserCodeError(f"workflow: the episode of row {self._prompt.row} {fault}", remedy=remedy)
 
     def _check_texts(self, messages: Sequence[object]) -> None:
         for message in messages:

@@ -76,13 +76,12 @@ _BY_LIBRARY: dict[str, FailureKind] = {
 
 def kind_of(error: BaseException, otherwise: FailureKind = "user-code") -> FailureKind:
     """Who is to blame for what a workflow raised; any exception may say so by its attribute `kind`."""
-    if (said := inspect.getattr_static(error, "kind", None)) in FAILURE_KINDS:
-        return said
+    if (own_kind := inspect.getattr_static(error, "kind", None)) in FAILURE_KINDS:
+        return own_kind
     for types, kind in _BY_TYPE:
         if isinstance(error, types):
             return kind
     for base in type(error).__mro__:
-        kind = _BY_LIBRARY.get(base.__module__.partition(".")[0])
-        if kind is not None:
+        if (kind := _BY_LIBRARY.get(base.__module__.partition(".")[0])) is not None:
             return kind
     return otherwise

@@ -94,16 +94,16 @@ class OwnWorkflow:
         args = deepcopy(dict(self.args))
         if not self.is_class:
             return {"run": partial(self.fn, **args) if args else self.fn}
-        one = self.fn(**args)
-        return {name: getattr(one, name) for name in PHASES if hasattr(one, name)}
+        workflow = self.fn(**args)
+        return {name: getattr(workflow, name) for name in PHASES if hasattr(workflow, name)}
 
 
 def load_workflow(name: str, args: Mapping[str, Any]) -> OwnWorkflow:
     """Raises ConfigError or UserCodeError for one that cannot be loaded, or does not take these arguments."""
-    found = load_function(name, WORKFLOW, args).fn
-    is_class = isinstance(found, type)
-    if is_class and not callable(getattr(found, "run", None)):
+    fn = load_function(name, WORKFLOW, args).fn
+    is_class = isinstance(fn, type)
+    if is_class and not callable(getattr(fn, "run", None)):
         raise ConfigError(
             f'rollout.workflow = "{name}" is a class without a method run', remedy=f"it must have: {WORKFLOW.signature}"
         )
-    return OwnWorkflow(found, args, is_class)
+    return OwnWorkflow(fn, args, is_class)

@@ -47,7 +47,7 @@ class TokensSoFar:
     """What a rollout in a worker has, at any moment."""
 
     def __init__(self, recorded: Sequence[Sample]) -> None:
-        self._closed = {one.branch: one for one in recorded}
+        self._closed = {sample.branch: sample for sample in recorded}
         self.under_way: dict[int, list[Delta]] = {}
         """Turns behind those samples, by their numbers."""
 
@@ -59,7 +59,7 @@ class TokensSoFar:
 
     def so_far(self) -> tuple[Sample, ...]:
         """Tokens of the turns that are drawn included; () while there are none."""
-        return tuple(self._with_turn(one) for one in self._closed.values())
+        return tuple(map(self._with_turn, self._closed.values()))
 
     def _with_turn(self, before: Sample) -> Sample:
         if before.branch not in self.under_way:
@@ -160,8 +160,8 @@ class WorkflowPool(WorkerPool):
                         _log.warning("%s: its %s", self.what, event.teardown)
                     return event
         finally:
-            for one in drawing.values():
-                await _cancelled(one)
+            for task in drawing.values():
+                await _cancelled(task)
 
     async def _draw(
         self, ask: AskModel, call: Call, model: ModelAccess, record: TokensSoFar, under_way: list[Delta]
@@ -187,7 +187,7 @@ def spec_of(config: RunConfig, tokenizer: FolderTokenizer, models: Mapping[str, 
         max_turns=settings.max_turns,
         max_block_s=settings.max_block_s,
         tokenizer=tokenizer.parts(),
-        models={name: one.spec for name, one in models.items()},
+        models={name: model.spec for name, model in models.items()},
     )
 
 
@@ -224,18 +224,18 @@ def _samples_of(end: EpisodeDone) -> tuple[Sample, ...]:
         ) from None
 
 
-def _error_of(failed: EpisodeFailed, what: str) -> MyxaError:
+def _error_of(failed: EpisodeFailed, subject: str) -> MyxaError:
     kind = getattr(errors, failed.error, None) if failed.error else None
     if isinstance(kind, type) and issubclass(kind, MyxaError) and kind is not MemberFailed:
         return kind(failed.words, remedy=failed.remedy)
     if failed.kind == "user-code":
-        return UserCodeError(f"{what} {failed.words}", remedy=failed.remedy)
-    return MemberFailed(f"{what} {failed.words}", kind=failed.kind, remedy=failed.remedy)
+        return UserCodeError(f"{subject} {failed.words}", remedy=failed.remedy)
+    return MemberFailed(f"{subject} {failed.words}", kind=failed.kind, remedy=failed.remedy)
 
 
-def _gone(what: str, how: str, *, is_bystander: bool = False) -> MemberFailed:
+def _gone(subject: str, how: str, *, is_bystander: bool = False) -> MemberFailed:
     return MemberFailed(
-        f"{what} lost its worker process: {how}",
+        f"{subject} lost its worker process: {how}",
         kind="environment",
         remedy="see the actor's log: what it did there",
         is_bystander=is_bystander,

@@ -79,6 +79,13 @@ def waiting(tell: Callable[[WaitNote], None], kind: WaitKind, name: str, branch:
         tell(WaitNote(number=number))
 
 
+async def closed(stream: AsyncIterator[Delta]) -> None:
+    """Close a stream that can be closed: an engine aborts its request, unless that has ended."""
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
+
+
 @dataclass(slots=True, eq=False)
 class RolloutSpan:
     """One thing that a sample did for some time."""
@@ -186,9 +193,7 @@ class Timeline:
                     self._begin(number, "generate", "", branch, self._now())
                 yield delta
         finally:
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
-                await close()
+            await closed(deltas)
             self._end(number, self._now())
 
     def _awaited(self, branch: int) -> int | None:

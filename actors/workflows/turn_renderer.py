@@ -46,16 +46,16 @@ Render = Callable[[Sequence[Message]], str]
 def between(render: Render, messages: Sequence[Message], place: str, before: Sequence[Message] = ANSWERED) -> str:
     """The text between a turn of the model and the text of the first of these messages, for any such text. `place`: of
     the template. `before`: a conversation that ends with that turn. Raises TemplateError if it cannot append them."""
-    words = [f"{REPLY}{number}End" for number in range(len(messages))]
-    probes = [message.with_text(word) for message, word in zip(messages, words, strict=True)]
+    marks = [f"{REPLY}{number}End" for number in range(len(messages))]
+    probes = [message.with_text(mark) for message, mark in zip(messages, marks, strict=True)]
     try:
         text = render((*before, *probes))
     except DataError as err:
         raise unfit(messages, place, f"refuses it ({err.message})") from err
-    places = [text.find(word) for word in (ANSWER, *words)]
-    if -1 in places or places != sorted(places) or any(text.count(word) > 1 for word in (ANSWER, *words)):
+    places = [text.find(mark) for mark in (ANSWER, *marks)]
+    if -1 in places or places != sorted(places) or any(text.count(mark) > 1 for mark in (ANSWER, *marks)):
         raise unfit(messages, place, "does not write that turn as it is, then the message, each once")
-    return text.partition(ANSWER)[2].partition(words[0])[0]
+    return text.partition(ANSWER)[2].partition(marks[0])[0]
 
 
 def can_append(render: Render) -> bool:
@@ -134,23 +134,23 @@ class TurnRenderer:
 
     def left_out(self, prompt: Prompt) -> str:
         """What the template does not write of a prompt; empty: nothing, or it refuses to be tried out."""
-        words = [
-            f"{REPLY}{number}End" if message.content.strip() else "" for number, message in enumerate(prompt.messages)
+        marks = [
+            f"{REPLY}{number}End" * bool(message.content.strip()) for number, message in enumerate(prompt.messages)
         ]
-        probes = [message.with_text(word) for message, word in zip(prompt.messages, words, strict=True)]
+        probes = [message.with_text(mark) for message, mark in zip(prompt.messages, marks, strict=True)]
         calls = [call for message in prompt.messages for call in message.tool_calls]
         try:
             text = self._text(probes, prompt.tools, opens=True)
         except DataError:
             return ""
-        for message, word in zip(prompt.messages, words, strict=True):
-            if word not in text:
+        for message, mark in zip(prompt.messages, marks, strict=True):
+            if mark not in text:
                 return f"the message of role {message.role!r}"
-        for what, tables in (("the tools", prompt.tools), ("the calls of tools", calls)):
+        for part, tables in (("the tools", prompt.tools), ("the calls of tools", calls)):
             for table in tables:
                 function: object = table.get("function", table)
                 if isinstance(function, dict) and str(cast("dict[str, object]", function).get("name", "")) not in text:
-                    return what
+                    return part
         return ""
 
     def reply(self, messages: Sequence[Message], *, ended_by: int | None, tools: Tools = ()) -> I32:

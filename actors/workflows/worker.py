@@ -149,7 +149,7 @@ class Play(UserCall):
         except BaseException as error:  # noqa: BLE001 -- any error is reported to the actor
             end = self._failed(error)
         self.is_over = True
-        for clients in (self._clients, *(one.clients for one in self._models.values())):
+        for clients in (self._clients, *(model.clients for model in self._models.values())):
             if clients is not None:
                 await clients.close()
         for turn in self.turns:
@@ -236,7 +236,7 @@ class Play(UserCall):
     async def _called(self, method: Callable[..., Any], args: Sequence[object]) -> Any:
         if is_async(method):
             return await method(*args)
-        plain = (self._plain(one) if isinstance(one, WorkflowContext) else one for one in args)
+        plain = (self._plain(value) if isinstance(value, WorkflowContext) else value for value in args)
         returned = await asyncio.to_thread(method, *plain)
         return await returned if inspect.isawaitable(returned) else returned
 
@@ -244,12 +244,9 @@ class Play(UserCall):
         def plain(episode: Episode) -> Episode:
             return cast("Episode", PlainEpisode(self, episode, self._worker.loop))
 
-        models = ModelsOfRollout(
-            {
-                name: msgspec.structs.replace(one, root=plain(one.root), is_plain=True)
-                for name, one in context.models.items()
-            }
-        )
+        models = ModelsOfRollout()
+        for name, model in context.models.items():
+            models[name] = msgspec.structs.replace(model, root=plain(model.root), is_plain=True)
         return msgspec.structs.replace(context, episode=plain(context.episode), models=models, is_plain=True)
 
     async def _in_time(self, name: str, call: Awaitable[T], limit_s: float) -> T:
@@ -273,21 +270,20 @@ class Play(UserCall):
     def _failed(self, error: BaseException) -> EpisodeFailed:
         while isinstance(error, BaseExceptionGroup):
             error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-        kind, remedy, name, words = self._worker.blames, "", "", str(error)
+        kind, remedy, name, fault = self._worker.blames, "", "", str(error)
         if isinstance(error, MyxaError):
-            words, remedy, name = error.message, error.remedy, type(error).__name__
+            fault, remedy, name = error.message, error.remedy, type(error).__name__
         elif isinstance(error, _Late):
-            kind = error.kind
-            remedy = "bound its waits, or raise rollout.timeout_s"
+            kind, remedy = error.kind, "bound its waits, or raise rollout.timeout_s"
         elif isinstance(error, Blocked):
             kind = "environment"
             remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
         elif isinstance(error, asyncio.CancelledError):
-            words = "was cancelled"
+            fault = "was cancelled"
         else:
             kind, remedy = kind_of(error, kind), "mend the workflow function"
-            words = f"raised {what_was_raised(error)}"
-        return EpisodeFailed(call=self._start.call, kind=kind, words=words, remedy=remedy, error=name)
+            fault = f"raised {what_was_raised(error)}"
+        return EpisodeFailed(call=self._start.call, kind=kind, words=fault, remedy=remedy, error=name)
 
 
 def no_engine(request: GenerateRequest) -> Any:
@@ -297,15 +293,12 @@ def no_engine(request: GenerateRequest) -> Any:
 
 def samples_of(returned: object) -> tuple[Sample, ...]:
     """What a workflow returned, a sample or several. Raises UserCodeError naming the type of what is none."""
-    several = cast("Sequence[object]", returned if isinstance(returned, list | tuple) and returned else [returned])
-    samples = tuple(one for one in several if isinstance(one, Sample))
-    if len(samples) < len(several):
-        stranger = next(type(one).__name__ for one in several if not isinstance(one, Sample))
-        raise UserCodeError(
-            f"workflow returned a value of type {stranger}, not a Sample",
-            remedy="end it with `return ctx.episode.sample()`",
-        )
-    return samples
+    values = cast("Sequence[Any]", returned if isinstance(returned, list | tuple) and returned else [returned])
+    for value in values:
+        if not isinstance(value, Sample):
+            fault = f"workflow returned a value of type {type(value).__name__}, not a Sample"
+            raise UserCodeError(fault, remedy="end it with `return ctx.episode.sample()`")
+    return tuple(values)
 
 
 class _EpisodeOver(BaseException):
