@@ -405,7 +405,7 @@ class AgentSession:
         return self._lines[-1]
 
     def _continue_line(self, place: _Place, params: SamplingParams) -> _Line:
-        """The line that continues from there: the same one if nothing follows and this turn is drawn as those before."""
+        """The line that continues from there: the same one if nothing follows and its turns were drawn as this one."""
         line = place.line
         is_last = line.num_turns == place.num_turns and not line.is_busy
         if is_last and line.episode.temperature == params.temperature:
