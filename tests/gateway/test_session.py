@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -436,30 +435,6 @@ async def test_rewards_of_turns() -> None:
     assert [sample.token_rewards[at] for at in ends] == [1.0, 0.5]
     with pytest.raises(RequestFault, match="no answer"):
         session.reward_turn("other", 1.0)
-
-
-@pytest.mark.parametrize("model", [QWEN3, QWEN2_5, LLAMA3, GLM4], ids=lambda model: model.name)
-async def test_random_conversations_are_learnt_as_they_were_drawn(model: ChatModel) -> None:
-    """Edits, branches, tools, thoughts, truncation: each turn is learnt once, with the tokens that the engine drew."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    words = ("yes", "no ünïcödé", "<think>\nhm\n</think>\n\nso", CALL, "a\n\nb  ", "")
-    for _ in range(8):
-        says = Says(model, lambda prompt: f"{rng.choice(words)} {rng.random():.6f}")
-        session = session_of(says, sampling=SamplingParams(max_new_tokens=rng.choice((12, 4000)))).session
-        histories: list[tuple[Message, ...]] = [(user(f"task {rng.random()}"),)]
-        drawn: list[tuple[int, ...]] = []
-        for turn in range(12):
-            history = rng.choice(histories)
-            if rng.random() < 0.15 and any(one.role == "assistant" for one in history):
-                at = rng.choice([at for at, one in enumerate(history) if one.role == "assistant"])
-                history = (*history[:at], Message(role="assistant", content="changed"), *history[at + 1 :])
-            answer = await told(session, *history, mark=str(turn))
-            drawn.append(answer.token_ids)
-            role = rng.choice(model.replies)
-            histories.append((*history, answer.message(), Message(role=role, content=f"reply {rng.random()}")))
-        assert learnt(session.samples()) == Counter(drawn)
 
 
 async def test_arguments_come_back_as_another_language_writes_them() -> None:
