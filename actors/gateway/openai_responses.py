@@ -269,10 +269,9 @@ class Response(Exchange):
                 begun = {**item, "arguments": "", "status": "in_progress"}
                 place = {"item_id": item["id"], "output_index": number}
                 out += self._event("output_item.added", output_index=number, item=begun)
-                out += self._event("function_call_arguments.delta", **place, delta=item["arguments"])
-                out += self._event(
-                    "function_call_arguments.done", **place, arguments=item["arguments"], name=item["name"]
-                )
+                name, arguments = item["name"], item["arguments"]
+                out += self._event("function_call_arguments.delta", **place, delta=arguments)
+                out += self._event("function_call_arguments.done", **place, arguments=arguments, name=name)
             elif item["type"] == "message" and self._sent["content"]:
                 place = self._place("content")
                 out += self._event("output_text.done", **place, text=answer.text.content, logprobs=[])

@@ -125,11 +125,10 @@ class Listener:
         except OSError as error:
             if options.port or not earlier.port:
                 await self._runner.cleanup()
-                if isinstance(error, socket.gaierror):
-                    remedy = "name an address of this machine"
-                    raise ConfigError(f"{options.host}: {error.strerror}", remedy=remedy) from error
-                place = f"{options.key} = {options.port}"
-                raise ConfigError(f"{place}: {error.strerror}", remedy="use 0: any free port") from error
+                is_host = isinstance(error, socket.gaierror)
+                place = options.host if is_host else f"{options.key} = {options.port}"
+                remedy = "name an address of this machine" if is_host else "use 0: any free port"
+                raise ConfigError(f"{place}: {error.strerror}", remedy=remedy) from error
             _log.warning("port %d, which this gateway had before, is taken: it gets another one", earlier.port)
             await self._listen(0)
         port: int = self._runner.addresses[0][1]
@@ -426,14 +425,8 @@ class Gateway:
 
     async def _task(self, request: web.Request) -> web.Response:
         rollout = self._find_rollout(request)
-        return json_response(
-            {
-                **task_of(rollout.prompt),
-                "is_replay": rollout.is_replay,
-                "reward": rollout.reward,
-                "counts": dict(rollout.session.counts),
-            }
-        )
+        facts = {"is_replay": rollout.is_replay, "reward": rollout.reward, "counts": dict(rollout.session.counts)}
+        return json_response({**task_of(rollout.prompt), **facts})
 
     async def _read_for_rollout(self, request: web.Request) -> tuple[OpenSession, bytes]:
         """The rollout of its key, which may end while the body comes, and the body. Raises RequestFault."""

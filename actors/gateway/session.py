@@ -641,14 +641,13 @@ def writes_later_systems(tokenizer: Tokenizer) -> bool:
 def _with_one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Those behind the first one are joined to it, later ones are a user's."""
     head = list(itertools.takewhile(lambda message: message.role == "system", messages))
-    behind = [
-        replace(message, role="user", content=f"<system>{message.content}</system>")
-        if message.role == "system"
-        else message
-        for message in messages[len(head) :]
-    ]
     joined = [replace(head[0], content="\n\n".join(message.content for message in head))] if head else []
-    return (*joined, *behind)
+    for message in messages[len(head) :]:
+        is_later = message.role == "system"
+        joined.append(
+            replace(message, role="user", content=f"<system>{message.content}</system>") if is_later else message
+        )
+    return tuple(joined)
 
 
 def _digest(before: bytes, message: object) -> bytes:

@@ -102,12 +102,8 @@ def named_code(name: str, expected: Expected) -> Callable[..., Any]:
     module_name, colon, attr = name.rpartition(":")
     if not colon or not module_name or not attr:
         raise ConfigError(f'{expected.key} = "{name}" is not a function name', remedy="write module:function")
-    module = (
-        _module_of_file(module_name, expected)
-        if module_name.endswith(".py")
-        else _module_of_name(module_name, expected)
-    )
-    return _attribute(module, module_name, attr, expected)
+    load = _module_of_file if module_name.endswith(".py") else _module_of_name
+    return _attribute(load(module_name, expected), module_name, attr, expected)
 
 
 def source_digest(fn: Callable[..., Any]) -> str:
@@ -253,11 +249,8 @@ def check_call(
         table = f"{expected.key.removesuffix('.fn')}{'.' if expected.key.endswith('.fn') else '_'}args"
         called = f"called with {expected.num_args} value{'s' if expected.num_args > 1 else ''} and what {table} holds"
         parameters = tuple(signature.parameters) if signature is not None else ()
-        near = [
-            f'did you mean "{nearest(argument, parameters)}"?'
-            for argument in arguments
-            if argument not in parameters and nearest(argument, parameters)
-        ]
+        names = [nearest(argument, parameters) for argument in arguments if argument not in parameters]
+        near = [f'did you mean "{name}"?' for name in names if name]
         raise ConfigError(
             f'{expected.key} = "{name}" has the signature {signature}: {error}',
             remedy=" ".join((*near, f"{like}, {called}: {', '.join(arguments) or 'nothing'}")),

@@ -678,11 +678,8 @@ class SharedLoop(ABC, Generic[C]):
             if self._num_interrupts >= MAX_INTERRUPTS or (is_late and was_late):
                 place = user_place(_above(sys._current_frames().get(self._main)))  # pyright: ignore[reportPrivateUsage]
                 task = asyncio.current_task(self.loop)
-                self.put(
-                    Stuck(
-                        place, next((n for n, call in list(self.calls.items()) if task in (call.task, call.part)), -1)
-                    )
-                )
+                calls = list(self.calls.items())
+                self.put(Stuck(place, next((number for number, c in calls if task in (c.task, c.part)), -1)))
                 os._exit(STUCK_EXIT)
             if self._is_late():
                 signal.pthread_kill(self._main, signal.SIGUSR1)

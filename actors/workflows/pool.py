@@ -209,19 +209,16 @@ async def _sent(call: Call, start: StartEpisode) -> None:
         await call.worker.send(start)
     except (ValueError, TypeError) as error:
         call.is_over = True  # it has not begun
-        raise UserCodeError(
-            f"workflow cannot be given its prompt: {error}", remedy="give the row less metadata"
-        ) from error
+        fault = f"workflow cannot be given its prompt: {error}"
+        raise UserCodeError(fault, remedy="give the row less metadata") from error
 
 
 def _samples_of(end: EpisodeDone) -> tuple[Sample, ...]:
     try:
         return samples_decoder.decode(end.samples)
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise UserCodeError(
-            f"workflow returned a sample that cannot be checked: {error}",
-            remedy="end it with `return ctx.episode.sample()`",
-        ) from None
+        fault = f"workflow returned a sample that cannot be checked: {error}"
+        raise UserCodeError(fault, remedy="end it with `return ctx.episode.sample()`") from None
 
 
 def _error_of(failed: EpisodeFailed, subject: str) -> MyxaError:

@@ -276,8 +276,7 @@ class Play(UserCall):
         elif isinstance(error, _Late):
             kind, remedy = error.kind, "bound its waits, or raise rollout.timeout_s"
         elif isinstance(error, Blocked):
-            kind = "environment"
-            remedy = "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
+            kind, remedy = "environment", "write a plain def, use asyncio.to_thread, or raise rollout.max_block_s"
         elif isinstance(error, asyncio.CancelledError):
             fault = "was cancelled"
         else:
