@@ -23,8 +23,8 @@ _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 @functools.lru_cache(maxsize=1)
 def boot_id() -> str:
-    """Equal for all processes that see each other: of one running system, and of one container (its numbers of
-    processes are its own). The host name stands in where the kernel says nothing."""
+    """Equal for all processes of one running system that share a PID namespace: containers number processes themselves.
+    The host name where the kernel has no boot id."""
     try:
         boot = _BOOT_ID.read_text(encoding="ascii").strip()
         return f"{boot}-{_PID_NAMESPACE.stat().st_ino}"

@@ -78,7 +78,7 @@ MUON = (
     'optimizer.name = "muon"',
     (Exception,),
 )
-"""How what Megatron raises when it has no Muon is told: 0.16 raises Exception itself."""
+"""Remedy, cause and kinds of the errors that Megatron raises when it has no Muon: 0.16 raises Exception itself."""
 
 
 class MegatronOptimizer:
