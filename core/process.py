@@ -125,7 +125,7 @@ def _prctl(option: int, value: object) -> bool:
     return _IS_LINUX and ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
 
 
-def past_proxies(env: Mapping[str, str], host: str) -> dict[str, str]:
-    """Variables by which clients in that environment ask a host of the run's own without a proxy."""
+def past_proxies(env: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Variables by which clients in that environment ask these hosts of the run's own without a proxy."""
     direct = env.get("no_proxy") or env.get("NO_PROXY", "")
-    return {} if direct == "*" else dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, host))))
+    return {} if direct == "*" else dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (direct, *hosts))))

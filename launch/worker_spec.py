@@ -11,6 +11,7 @@ import msgspec
 
 from ..core.config.run import LOCAL_HOSTS
 from ..core.errors import LaunchError
+from ..core.process import past_proxies
 from ..transport.address import make_private
 from .actor_spec import ActorSpec, GangRendezvous
 
@@ -88,7 +89,7 @@ def child_env(
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
     # What actors start (servers, agents) speaks to them over loopback, whatever proxy the shell names for the world.
-    env["no_proxy"] = ",".join((*filter(None, [env.get("no_proxy") or env.get("NO_PROXY")]), *LOCAL_HOSTS))
+    env |= past_proxies(env, *LOCAL_HOSTS)
     if actor.rank is not None:
         if meeting is None:
             raise ValueError(f"{actor.name} is a rank of {actor.rank.gang} and has no meeting place")

@@ -99,14 +99,17 @@ def test_a_rank_gets_torchruns_contract(tmp_path: Path):
     second = next(a for a in actors if a.name == "trainer/1")
     base = {"PATH": "/bin", "RANK": "77", "ROLE_RANK": "77", "CUDA_VISIBLE_DEVICES": "9", "NO_PROXY": "here"}
     second = replace(second, attempt=2)
-    env = child_env(base, second, spec_path="/s.json", run_id="run-1", meeting=GangRendezvous(address="h", port=5))
+    meeting = GangRendezvous(address="h", port=5)
+    env = child_env(base, second, spec_path="/s.json", run_id="run-1", meeting=meeting)
     assert env == {
         "PATH": "/bin", "OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "0,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "5",
         "TORCHELASTIC_RUN_ID": "run-1", "TORCHELASTIC_RESTART_COUNT": "2", "MYXA_WORKER_SPEC": "/s.json",
-        "NO_PROXY": "here", "no_proxy": "here,localhost,127.0.0.1,::1",
+        "NO_PROXY": "here,localhost,127.0.0.1,::1", "no_proxy": "here,localhost,127.0.0.1,::1",
     }  # fmt: skip
+    all_hosts = child_env({"no_proxy": "*"}, second, spec_path="/s.json", run_id="r", meeting=meeting)
+    assert all_hosts["no_proxy"] == "*" and "NO_PROXY" not in all_hosts, "a star beside others means nothing"
 
 
 def test_the_role_overrules_the_environment_but_not_who_the_worker_is(tmp_path: Path):
