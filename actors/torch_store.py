@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
-from ..transport.address import own_address_towards
+from ..transport.address import hold_port, own_address_towards
 
 LOOPBACK_INTERFACE = "lo"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -61,6 +61,9 @@ def own_address() -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    if not port:
+        with hold_port(address) as holder:
+            return _listen(address, int(holder.getsockname()[1]))
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     is_name = not _is_number(address) and address != "localhost"
     if is_name and (ipaddress.ip_address(str(place[0])).is_loopback or not _is_own(family, str(place[0]))):

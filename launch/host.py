@@ -6,10 +6,7 @@ fails if it is missing.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib
-import random
 import shutil
 import socket
 from dataclasses import dataclass
@@ -102,21 +99,3 @@ def check_port(place: str, host: str, port: int, remedy: str) -> None:
     """Raise LaunchError, naming `place`, if nothing can listen there now."""
     if trouble := listen_trouble(host, port):
         raise LaunchError(f"{place}: cannot listen on {host}:{port}: {trouble}", remedy=remedy)
-
-
-PORTS = range(10_000, 30_000)
-"""Below the range that Linux gives to connections unless it is set otherwise."""
-NUM_TRIES = 100
-
-
-def hold_port(family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-    """A socket on a random port where nothing listens and that the kernel gives to no connection. Until it is closed,
-    only a server gets the port that names it and reuses addresses, as torch's store does. Raises OSError for none."""
-    for port in (*random.sample(PORTS, NUM_TRIES), 0):  # not seeded: runs must differ
-        holder = socket.socket(family)
-        with contextlib.suppress(OSError):
-            holder.bind(("", port))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return holder
-        holder.close()
-    raise OSError(errno.EADDRINUSE, "no port is free")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import secrets
 import socket
 import stat
 import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +154,39 @@ def own_address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)  # sends nothing
         return str(probe.getsockname()[0])
+
+
+PORTS = range(10_000, 30_000)
+"""Below the range that Linux gives to connections unless it is set otherwise."""
+PORTS_VARIABLE = "MYXA_PORTS"
+NUM_TRIES = 100
+
+
+def hold_port(host: str = "") -> socket.socket:
+    """For a server at that host: a socket on a port of `ports_to_try` where nothing listens. Until it is closed, only a
+    server gets the port that names it and reuses addresses, as those of ZeroMQ, torch's store and asyncio do. Raises
+    LaunchError where none is free."""
+    for port in ports_to_try():
+        holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        with suppress(OSError):
+            holder.bind(("", port))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return holder
+        holder.close()
+    text = os.environ.get(PORTS_VARIABLE, "any")  # noqa: TID251
+    raise LaunchError(f"no port is free: {PORTS_VARIABLE} = {text}", remedy="give a wider range, or end what has them")
+
+
+def ports_to_try() -> Sequence[int]:
+    """At random those of $MYXA_PORTS ("29500-29600", of this machine), else some of `PORTS`, which the kernel gives to
+    no connection, then 0: any. Raises LaunchError for what is no range."""
+    text = os.environ.get(PORTS_VARIABLE, "")  # noqa: TID251 -- as NCCL_SOCKET_IFNAME: for all processes of a machine
+    if not text:
+        return *random.sample(PORTS, NUM_TRIES), 0
+    first, _, last = text.partition("-")
+    if first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536:
+        return random.sample(range(int(first), int(last) + 1), int(last) - int(first) + 1)
+    raise LaunchError(f"{PORTS_VARIABLE} = {text} is no range of ports", remedy='write "FIRST-LAST", as in 29500-29600')
 
 
 def interface_towards(endpoint: str) -> str:

@@ -24,9 +24,11 @@ from ..core.errors import LaunchError
 from ..core.ids import PeerKey
 from ..core.timeouts import TIMEOUTS
 from .address import (
+    Endpoint,
     Rendezvous,
     check_owner,
     check_socket_dir,
+    hold_port,
     in_url,
     interface_towards,
     make_private,
@@ -103,12 +105,17 @@ class SocketTransport(Transport):
         curve = ""
         if self.listen and self.keys is not None and self.guard is not None:
             endpoint = own_endpoint(self.listen)
-            host, port = in_url(endpoint.host), endpoint.port
             self._zap_handler = ZapHandler(self._context, self.guard, self.counters, self._note)
             key, curve = self.keys.own, self.keys.own.public
-            control_tcp = self._bind(Lane.CONTROL, f"tcp://{host}:{port or '*'}", key)
-            tcp = (control_tcp, self._bind(Lane.BULK, f"tcp://{host}:*", key))
+            control_tcp = self._bind_tcp(Lane.CONTROL, endpoint, key)
+            tcp = control_tcp, self._bind_tcp(Lane.BULK, Endpoint(endpoint.host, 0), key)
         self.endpoints = Endpoints(node_rank=self.node_rank, ipc=ipc, tcp=tcp, curve=curve)
+
+    def _bind_tcp(self, lane: Lane, endpoint: Endpoint, key: KeyPair) -> str:
+        if endpoint.port:
+            return self._bind(lane, f"tcp://{endpoint}", key)
+        with hold_port(endpoint.host) as holder:
+            return self._bind(lane, f"tcp://{in_url(endpoint.host)}:{holder.getsockname()[1]}", key)
 
     def _bind(self, lane: Lane, endpoint: str, key: KeyPair | None) -> str:
         socket = make_inbox(self._context, lane, key)

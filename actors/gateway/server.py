@@ -34,6 +34,7 @@ from ...core.files import write_durably
 from ...core.messages import GatewayPlace
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt
+from ...transport.address import hold_port
 from ..http_guard import same
 from ..workflows.episode import Episode, ModelAccess, ModelsOfRollout
 from .answering import (
@@ -146,7 +147,10 @@ class Listener:
         return self.place
 
     async def _listen(self, port: int) -> None:
-        await web.TCPSite(self._runner, self.options.host, port, backlog=4096).start()
+        if not port:
+            with hold_port(self.options.host) as holder:
+                return await self._listen(holder.getsockname()[1])
+        return await web.TCPSite(self._runner, self.options.host, port, backlog=4096).start()
 
     @contextlib.asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncGenerator[None]:

@@ -50,6 +50,7 @@ from ...core.supervision import (
     describe_status,
 )
 from ...core.timeouts import LauncherTimeouts
+from ...transport.address import hold_port
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     AgentContract,
@@ -63,7 +64,6 @@ from ..contracts import (
     agent_name,
 )
 from ..first_failure import CAUSE, Failures
-from ..host import hold_port
 from ..run_dir import RunDir
 from ..stop_signals import SCHEDULERS
 from ..views.run_view import ActorFacts
@@ -450,8 +450,8 @@ class RunSupervisor(SupervisorContract):
             await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
 
     async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
-        order = StartOrder(actor=replace(actor, attempt=attempt), meeting=self._rendezvous_of(actor, attempt))
         try:
+            order = StartOrder(actor=replace(actor, attempt=attempt), meeting=self._rendezvous_of(actor, attempt))
             return await self.agent(actor.node).start_actor(order)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
@@ -471,7 +471,7 @@ class RunSupervisor(SupervisorContract):
             address = LOOPBACK if is_near else self.membership.facts(self._gang_hosts[gang]).address
             if held is not None:
                 held[2].close()
-            holder = hold_port(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            holder = hold_port(address)
             meeting = GangRendezvous(address=address, port=holder.getsockname()[1])
             held = self._rendezvous[gang] = attempt, meeting, holder
         return held[1]

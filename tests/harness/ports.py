@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from myxa.launch.host import hold_port
+from myxa.transport.address import hold_port
 
 _HOLDERS: list[socket.socket] = []
 

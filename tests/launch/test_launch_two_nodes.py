@@ -48,7 +48,10 @@ def see(one, folder: Path) -> None:
     one.runs = folder / "runs"
 
 
-def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path: Path, run):
+def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(
+    tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MYXA_PORTS", "20000-20999")
     before = runtime_dirs()
     (tmp_path / "rdzv").write_text("127.0.0.1:1\n")  # an earlier run was killed and left it
     first, second = two(tmp_path, run)
@@ -58,6 +61,7 @@ def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path
         node0.until_serving("coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1")
         assert stat.S_IMODE((tmp_path / "job.key").stat().st_mode) == 0o600
         assert "CURVE" not in node0.output
+        check_ports([*node0.children(), *node1.children()])
         check_keys(node0, node1, tmp_path)
         logs = [node0.log(f"trainer.{rank}.0.log") for rank in range(2)]
         assert len({log.partition("'MASTER_PORT': '")[2].partition("'")[0] for log in logs}) == 1
@@ -75,6 +79,13 @@ def test_two_launchers_make_one_run_and_a_signal_on_any_of_them_ends_it(tmp_path
         assert (node0.dir / "monitor.stopped").exists()
         assert not (tmp_path / "rdzv").exists()
         assert runtime_dirs() <= before
+
+
+def check_ports(processes: list[psutil.Process]) -> None:
+    links = [link for process in processes for link in process.net_connections("tcp")]
+    listening = {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN}
+    assert len(listening) >= 2 * len(("coordinator", "trainer/0", "trainer/1", "rollout/0", "rollout/1"))
+    assert listening < set(range(20_000, 21_000))
 
 
 def spec_of(process: psutil.Process) -> Path | None:

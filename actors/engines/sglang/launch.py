@@ -16,12 +16,11 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +35,7 @@ from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, ra
 from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
 from ....core.refs import all_or_first_error, unwrapped_group
+from ....transport.address import hold_port
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
@@ -229,10 +229,11 @@ class LaunchedSglang(SglangEngine):
         key = secrets.token_hex(32)  # it becomes a word of a command line, where one that begins with "-" is none
         with (
             tempfile.TemporaryDirectory(prefix="myxa-sglang-") as folder,
-            _reserved() as port,
-            _reserved() as second_port,
+            hold_port() as held,
+            hold_port() as second,
         ):
-            self.bootstrap_port, place = second_port if launch.kind == "prefill" else 0, Path(folder)
+            port, place = int(held.getsockname()[1]), Path(folder)
+            self.bootstrap_port = int(second.getsockname()[1]) if launch.kind == "prefill" else 0
             self._http.aim(f"http://{LOOPBACK}:{port}", key)
             arguments = command_line(server_values(launch, port, self._options.needs, self.bootstrap_port))
             keys = place / "keys.yaml"  # of a folder of this user alone: on the command line everybody could read them
@@ -288,16 +289,6 @@ class LaunchedSglang(SglangEngine):
             with suppress(psutil.Error):
                 return tuple(process.pid for process in psutil.Process(self._server.pid).children(recursive=True))
         return ()
-
-
-@contextmanager
-def _reserved() -> Generator[int]:
-    """A port that is bound and not listening: no other process gets it, and the server may listen on it, since both
-    sockets allow the address to be used again."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((LOOPBACK, 0))
-        yield int(reserved.getsockname()[1])
 
 
 def server_values(

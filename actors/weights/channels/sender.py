@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ....core.config.run import LOCAL_HOSTS
-from ....core.errors import ModelError, TrainError
+from ....core.errors import LaunchError, ModelError, TrainError
 from ....core.messages import WeightManifest
 from ....core.weight_channel import (
     CollectiveBackend,
@@ -221,7 +221,7 @@ class DeviceWeightSender:
         try:
             address = address_for(request, self.host)
             store = host_store(address, 0, world_size, request.timeout_s)
-        except (RuntimeError, OSError) as err:
+        except (RuntimeError, OSError, LaunchError) as err:
             self._leave(request.channel, f"no meeting place: {err}")
             raise TrainError(f"{self.name}: cannot open a meeting place: {err}", remedy="is a port free?") from err
 
