@@ -12,6 +12,7 @@ one ends the replay.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -104,6 +105,8 @@ def joined(parts: Sequence[Delta]) -> Delta:
 
 SEED_BITS = 63
 """Servers keep seeds as signed 64-bit numbers."""
+MAX_IDLE_ABORTS, ABORT_PAUSE_S = 20, 0.05
+"""Aborts without a token between, and how much longer the pause is after each."""
 
 
 def turn_seed(seed: int, draw: int, member: str, turn: int) -> int:
@@ -440,19 +443,25 @@ class Episode:
         is_seeded = self._model.sampling.seed is not None
         if is_seeded:
             start, limit = NOTHING, limit + len(start.output_ids)
-        segment, finish = await self._ask(start, params, limit)
-        while finish == "abort" and self._model.goes_on():
+        segment, remaining, num_idle = start, limit, 0
+        while remaining > 0:
+            before = start if is_seeded else segment
+            segment, finish = await self._ask(before, params, limit if is_seeded else remaining)
+            if finish != "abort":
+                return self._close_turn(segment, finish)
+            if not self._model.goes_on():
+                self._segments.append(segment)
+                self._finish, self._replay = "abort", []
+                raise Interrupted(self.so_far())
+            num_idle = num_idle + 1 if len(segment.output_ids) == len(before.output_ids) else 0
+            if num_idle == MAX_IDLE_ABORTS:
+                problem = (
+                    f"the engine aborted a turn of row {self._prompt.row} {num_idle} times without a token between"
+                )
+                raise EngineError(problem, remedy="see its log: does a policy of the server, or another client, abort?")
+            await asyncio.sleep(max(num_idle - 1, 0) * ABORT_PAUSE_S)  # the first may be of a swap of weights
             remaining = limit + len(start.output_ids) - len(segment.output_ids)
-            if remaining <= 0:
-                return self._close_turn(segment, "length")
-            if is_seeded:
-                segment, remaining = start, limit
-            segment, finish = await self._ask(segment, params, remaining)
-        if finish == "abort":
-            self._segments.append(segment)
-            self._finish, self._replay = "abort", []
-            raise Interrupted(self.so_far())
-        return self._close_turn(segment, finish)
+        return self._close_turn(segment, "length")
 
     def waits_for(self, kind: WaitKind, name: str = "") -> AbstractContextManager[None]:
         """Inside `with episode.waits_for("tool", "search"):` the rollout waits for that, as the trace, `myxa why` and

@@ -143,6 +143,14 @@ async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
     assert ep.sample().versions.tolist() == [1, 1, 2, 2, 2]
 
 
+async def test_aborts_for_ever_are_the_engines_failure_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxa.actors.workflows.episode.ABORT_PAUSE_S", 0.0)
+    script = Script(*[("fo", 1, "abort")], *[("", 1, "abort")] * 100)
+    with pytest.raises(EngineError, match="the engine aborted a turn of row 3 20 times without a token between"):
+        await episode(script, goes_on=lambda: True).generate()
+    assert len(script.asked) == 21
+
+
 async def test_a_full_context_ends_as_length_and_a_prompt_beyond_it_is_a_data_error() -> None:
     ep = episode(Script(("@2+2", 1, "stop")), context_length=14)
     await ep.generate()
