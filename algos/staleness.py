@@ -14,12 +14,11 @@ The policies decide which groups may start, and which ready groups a step takes.
 B = groups a step takes, eta = `max_staleness`, step s = the version trained from, a = the version that an
 engine serves. `lag = s - version of the oldest token of the group`.
 
-**pace** (default). A group with effective index e may start on an engine that serves a only if `e < N + B*a`
-(N slots, B more per adopted version). A group of version a is due at step `a + eta`. A step takes the oldest groups
-that are ready, first those below `head + W`, head being the index of the oldest unconsumed group; if these are too
-few, any that are ready, the earliest due first: one slow group holds nothing back. In both cases only if what is left
-can still be trained in time; else the step waits. Then `lag <= eta = (N + W - 2) // B`, whatever the lengths and the
-engines, by the invariant
+**pace** (default). A group with effective index e may start on an engine that serves a only if `e < N + B*a`, with
+`N = (eta + 1)*B` slots. A group of version a is due at step `a + eta`. A step takes the ready groups that are due
+earliest, in order of dispatch among equals: one slow group holds nothing back. It takes them only if what is left can
+still be trained in time; else the step waits. Then `lag <= eta`, whatever the lengths and the engines, by the
+invariant
 
     I(s): for every d >= s, at most `(d - s + 1)*B` open groups are due by step d.
 
@@ -30,15 +29,15 @@ engines, by the invariant
 3. A step takes B groups so that I(s + 1) holds and nothing due at s is left: `_choose` sees to that. If all open
    groups are ready it succeeds: I(s) is the condition under which earliest deadline first succeeds.
 
-So every group is taken by `a + eta`. It needs `N + W <= (eta + 1)*B + 1`, and `N >= B`, or no batch could ever be full.
-No drop, hence no length bias: a slow group is trained later than others, never left out.
+So every group is taken by `a + eta`, and with one slot more it might not be. No drop, hence no length bias: a slow
+group is trained later than others, never left out.
 
 **wait**. A group started at a must be taken by step a + eta: earliest-deadline scheduling with B places a step. A
 group starts only if I holds with it; a step takes the earliest due of those that are ready (dispatch order among
 equals) unless that would break I; then it waits for the older ones. No drop.
 
-**drop**. `(eta + 1)*B` slots given back as in `pace`, greedy consumption in dispatch order, and whatever can no longer
-make its deadline is dropped. Long generations are dropped more often than short ones: the bias is counted.
+**drop**. The slots of `pace`, greedy consumption in dispatch order, and whatever can no longer make its deadline is
+dropped. Long generations are dropped more often than short ones: the bias is counted.
 
 Sources: earliest deadline first is optimal for unit jobs (Liu & Layland 1973; Horn 1974), so a feasible set stays
 feasible when all of it is ready.
@@ -49,7 +48,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -160,15 +159,6 @@ PolicyName = Literal["pace", "wait", "drop"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
-def default_window(max_staleness: int, batch_size: int) -> int:
-    """W for `pace`, chosen by simulation (`tests/algos/staleness_sim.py`; the table is in docs/walk-prompt.md).
-
-    Up to eta = 1 every place in the window costs a slot that is missed: W = 1. From eta = 2 on, a window of a quarter
-    of a batch makes the trainer wait no longer, and the tokens are younger.
-    """
-    return 1 if max_staleness < 2 else 1 + batch_size // 4
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Rules only; the line is the state. See the module's head."""
@@ -176,13 +166,11 @@ class Policy:
     name: PolicyName
     max_staleness: int
     batch_size: int
-    window: int = 0
-    """W of `pace`; the others have none."""
 
     @property
     def num_slots(self) -> int:
-        """Most groups between dispatch and the end of their step: N of `pace`, the most beside W."""
-        return (self.max_staleness + 1) * self.batch_size + 1 - max(self.window, 1)
+        """Most groups between dispatch and the end of their step."""
+        return (self.max_staleness + 1) * self.batch_size
 
     def admits(self, line: GroupLine, version: int, next_step: int) -> bool:
         """May a new group start on an engine that serves `version`?"""
@@ -204,23 +192,7 @@ class Policy:
             return None
         if self.name == "drop":  # what is too old is dropped by the caller's sweep
             return [e.group_id for e in line if e.stage is LineStage.READY][: self.batch_size]
-        near = self._in_window(line) if self.name == "pace" else None
-        claim = _choose(line, step, self, near) if near is not None else None
-        return claim or _choose(line, step, self)
-
-    def _in_window(self, line: GroupLine) -> list[LineEntry] | None:
-        entries: list[LineEntry] = []
-        limit = NO_TOKEN
-        for index, entry in enumerate(line, line.base):
-            if index >= limit:
-                return None
-            if entry.stage is LineStage.READY:
-                entries.append(entry)
-                if len(entries) == self.batch_size:
-                    return entries
-            elif entry.stage is not LineStage.TAKEN and limit == NO_TOKEN:
-                limit = index + self.window  # head stops here: everything older is taken by this very batch
-        return None
+        return _choose(line, step, self)
 
 
 def _has_deadline(entry: LineEntry) -> bool:
@@ -242,21 +214,17 @@ def _fits(line: GroupLine, due: int, next_step: int, rules: Policy, *, leaving: 
     )
 
 
-def _choose(line: GroupLine, step: int, rules: Policy, window: Sequence[LineEntry] | None = None) -> list[int] | None:
-    """A batch after which I(step + 1) holds: `window`, or the earliest due of those that are ready; None: there is none
-    yet. At least a batch is ready."""
-    if window is None:
-        ready = sorted(
-            (e for e in line if e.stage is LineStage.READY), key=lambda e: e.version
-        )  # stable: dispatch order
-        claim = ready[: rules.batch_size]
-    else:
-        claim = list(window)
-    claimed_ids = {entry.group_id for entry in claim}
+def _choose(line: GroupLine, step: int, rules: Policy) -> list[int] | None:
+    """The earliest due of those that are ready, if I(step + 1) holds after them; None: there is no batch yet. At least
+    a batch is ready."""
+    ready = sorted((e for e in line if e.stage is LineStage.READY), key=lambda e: e.version)  # stable: dispatch order
+    claim = ready[: rules.batch_size]
+    claimed_ids = [entry.group_id for entry in claim]
     unfinished = Counter(e.version for e in line if e.stage is not LineStage.READY and _has_deadline(e))
-    if not unfinished and window is None:
-        return [entry.group_id for entry in claim]
-    num_due_of = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in claimed_ids)
+    if not unfinished:
+        return claimed_ids
+    taken = set(claimed_ids)
+    num_due_of = Counter(e.version for e in line if _has_deadline(e) and e.group_id not in taken)
     newest = max(entry.version for entry in claim)
     num_due = num_unfinished = 0
     for version in sorted(num_due_of):
@@ -265,23 +233,14 @@ def _choose(line: GroupLine, step: int, rules: Policy, window: Sequence[LineEntr
         room = max(0, version + rules.max_staleness - step) * rules.batch_size
         # After a retune I may not hold at all: then waiting helps only if an older group is still under way and would
         # push out a younger one.
-        if num_due > room and (window is not None or (num_unfinished and newest > version)):
+        if num_due > room and num_unfinished and newest > version:
             return None
-    return [entry.group_id for entry in claim]
+    return claimed_ids
 
 
-def make_policy(name: str, max_staleness: int, batch_size: int, window: int = 0) -> Policy:
-    """The policy of that name. `window` is W of `pace`; 0 chooses it. Raises ConfigError for impossible numbers."""
-    if name == "pace":
-        size = window or default_window(max_staleness, batch_size)
-        limit = max_staleness * batch_size + 1
-        if not 1 <= size <= limit:
-            raise ConfigError(
-                f"async.window is {window}, but may be 1 to {limit} at this max_staleness and batch_size",
-                remedy="leave it 0 to have it chosen",
-            )
-        return Policy(name, max_staleness, batch_size, size)
-    if name in ("wait", "drop"):
+def make_policy(name: str, max_staleness: int, batch_size: int) -> Policy:
+    """The policy of that name. Raises ConfigError if there is none."""
+    if name in POLICIES:
         return Policy(name, max_staleness, batch_size)
     raise ConfigError(f"async.policy is {name!r}", remedy=f"choose one of {', '.join(POLICIES)}")
 
@@ -299,15 +258,11 @@ class Selection:
 class Admission:
     """The staleness bound of one buffer."""
 
-    def __init__(
-        self, policy: str = "pace", *, max_staleness: int, batch_size: int, window: int = 0, next_step: int = 0
-    ) -> None:
-        """`next_step`: the version that training starts from. Raises ConfigError for impossible numbers."""
-        self.rules = make_policy(policy, max_staleness, batch_size, window)
+    def __init__(self, policy: str = "pace", *, max_staleness: int, batch_size: int, next_step: int = 0) -> None:
+        """`next_step`: the version that training starts from. Raises ConfigError for an unknown policy."""
+        self.rules = make_policy(policy, max_staleness, batch_size)
         self.max_staleness = max_staleness
         self.batch_size = batch_size
-        self.window: int = window
-        """W as it was asked for; 0: chosen by the rule."""
         self.next_step = next_step
         """The first step that has no claim yet."""
         self.newest_version = next_step
@@ -420,17 +375,11 @@ class Admission:
 
     # ---- changes of course
 
-    def retune(
-        self, *, max_staleness: int | None = None, policy: str | None = None, window: int | None = None
-    ) -> tuple[int, ...]:
+    def retune(self, *, max_staleness: int | None = None, policy: str | None = None) -> tuple[int, ...]:
         """Change the bound or the policy; None leaves a value. Returns what is too old for the new bound. Raises
-        ConfigError and changes nothing when the values do not go together."""
+        ConfigError and changes nothing for an unknown policy."""
         eta = self.max_staleness if max_staleness is None else max_staleness
-        # A window chosen by hand fits one eta only: another eta without another window goes back to the rule.
-        if window is None:
-            window = self.window if eta == self.max_staleness else 0
-        self.rules = make_policy(policy or self.policy, eta, self.batch_size, window)
-        self.window = window
+        self.rules = make_policy(policy or self.policy, eta, self.batch_size)
         self.max_staleness = eta
         self._swept_for = -1
         return self._sweep(self.next_step)

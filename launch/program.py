@@ -129,7 +129,6 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
             config.asynchrony.policy,
             max_staleness=config.asynchrony.max_staleness,
             batch_size=config.algo.batch_size,
-            window=config.asynchrony.window,
         ),
         num_samples=config.rollout.num_samples,
         sampling=train_sampling(config),

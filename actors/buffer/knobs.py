@@ -24,7 +24,7 @@ from .cursor import NO_WINDOW, Window, mix_text, parse_mix
 NO_IDS = "none"
 MAX_ID = (1 << 31) - 1
 MAX_DIGITS = len(str(MAX_ID))
-_TOGETHER = ("max_staleness", "on_stale", "window")
+_OF_ADMISSION = ("max_staleness", "on_stale")
 
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -35,7 +35,6 @@ class BufferValues(Record, frozen=True):
 
     max_staleness: int
     on_stale: str
-    window: int
     temperature: float
     top_p: float
     top_k: int
@@ -70,7 +69,6 @@ class BufferValues(Record, frozen=True):
         return cls(
             max_staleness=admission.max_staleness,
             on_stale=admission.policy,
-            window=admission.window,
             **{name: getattr(sampling, name) for name in _OF_SAMPLING},
             num_samples=num_samples,
             group_filter=group_filter,
@@ -175,11 +173,11 @@ class BufferKnobs(KnobOwner):
 
     def change(self, values: Mapping[str, KnobValue], epoch: int) -> tuple[int, ...]:
         """Other values from now on; returns what is too old for a new bound. Raises ConfigError, and changes nothing,
-        for a bound, policy and window that do not go together."""
+        for an unknown policy."""
         new = msgspec.structs.replace(self.values, **values)
         overdue: tuple[int, ...] = ()
-        if any(getattr(new, name) != getattr(self.values, name) for name in _TOGETHER):
-            overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale, window=new.window)
+        if any(getattr(new, name) != getattr(self.values, name) for name in _OF_ADMISSION):
+            overdue = self.admission.retune(max_staleness=new.max_staleness, policy=new.on_stale)
         self.values = new
         self.terms_epoch = max(self.terms_epoch, epoch)
         return overdue
@@ -210,7 +208,7 @@ class BufferKnobs(KnobOwner):
 
     def _contradiction(self, new: BufferValues) -> str:
         try:
-            make_policy(new.on_stale, new.max_staleness, self.admission.batch_size, new.window)
+            make_policy(new.on_stale, new.max_staleness, self.admission.batch_size)
             if self._sources:
                 parse_mix(new.mix, self._sources)
         except ConfigError as error:
@@ -270,8 +268,6 @@ _ADMISSION = (
     _knob("async.max_staleness", "Lowered, what is too old already is dropped and its prompt drawn again.",
           unit="steps", is_judged=True),
     _knob("async.policy", name="on_stale", is_judged=True),
-    _knob("async.window", "Has to fit max_staleness: set both where it does not.",
-          high=1 << 20, unit="groups", is_judged=True),
 )
 _SAMPLING = (
     _knob("rollout.top_p", _FROM_NOW_ON),

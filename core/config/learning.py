@@ -432,9 +432,6 @@ class AsyncSettings(Section, frozen=True):
     policy: Literal["pace", "wait", "drop"] = "pace"
     """How the bound is kept: pace (work is handed out so that nothing grows too old), wait (the trainer waits for the
     oldest), drop (too old groups are thrown away; favours short answers)."""
-    window: CountInt = 0
-    """Groups behind the oldest that are trained before younger ones; a larger one leaves fewer in flight; 0 = by the
-    rule in docs/walk-prompt.md."""
 
 
 class OptimizerConfig(Section, frozen=True):

@@ -278,8 +278,8 @@ def _causes_of(detail: ErrorDetails, table: Table) -> Causes:
         conflicts: tuple[Conflict, ...] = context["conflicts"]
         return [((*path, *conflict.path.split(".")), conflict.cause) for conflict in conflicts]
     if kind == "extra_forbidden":
-        if path == METRICS_PORT:
-            return [(path, "is gone: the Prometheus page is `/metrics` at control.dashboard_port -- set that one")]
+        if path in GONE:
+            return [(path, f"is gone: {GONE[path]}")]
         noun = "section" if len(path) == 1 else "role" if path[0] == "roles" and len(path) == 2 else "key"
         meant = _meant(path, is_table=isinstance(detail["input"], dict))
         return [(path, f"is not a known {noun}{_odd_character(path[-1])}; {meant}")]
@@ -370,14 +370,20 @@ def _meant(path: KeyPath, *, is_table: bool) -> str:
     return suggest(key, keys)
 
 
-METRICS_PORT = ("monitor", "prometheus_port")
+GONE: dict[KeyPath, str] = {
+    ("monitor", "prometheus_port"): "the Prometheus page is `/metrics` at control.dashboard_port -- set that one",
+    ("async", "window"): "each place of the window took a slot from generation -- for younger tokens lower "
+    "async.max_staleness",
+}
+"""Keys of earlier versions, and what serves instead."""
 
 
 def _from_earlier(table: Table) -> None:
-    """A resolved file of an earlier version may say a port for the Prometheus page alone: it is a page of the
-    dashboard's port now. -1 was none, 0 any free one."""
-    monitor, control = as_table(table.get("monitor")), as_table(table.get("control"))
-    port = monitor.pop(METRICS_PORT[1], 0) if monitor is not None else 0
+    """A resolved file of an earlier version may say keys that are gone. The port for the Prometheus page (-1: none, 0:
+    any free one) becomes the dashboard's."""
+    said = {path: as_table(table.get(path[0])) or {} for path in GONE}
+    port, _ = (section.pop(path[1], 0) for path, section in said.items())
+    control = as_table(table.get("control"))
     if control is not None and isinstance(port, int) and port > 0 and control.get("dashboard_port") == -1:
         control["dashboard_port"] = port
 

@@ -520,14 +520,12 @@ def handle_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Ends of run, schedule and data, and the staleness window."""
-    run, optimizer, settings, critic = config.run, config.optimizer, config.asynchrony, config.critic
+    """Ends of run, schedule and data."""
+    run, optimizer, critic = config.run, config.optimizer, config.critic
     updates = config.policy_updates
     ends_here = optimizer.schedule != "constant" and not optimizer.decay_steps
     is_endless = not (run.num_steps or run.max_wall_s or run.stop_reward)
     warmup, wsd = optimizer.warmup_steps, optimizer.wsd_decay_steps
-    # lag <= (N + W - 2) // B with N >= B slots, so W = eta * B + 1 is the widest window that any N allows.
-    widest = settings.max_staleness * config.algo.batch_size + 1
     run_length = f"the whole run of {updates} optimizer updates"
     return clashes(
         (is_endless and any(part.max_passes == 0 for part in config.data.parts().values()), "run.num_steps",
@@ -537,8 +535,6 @@ def _step_conflicts(config: RunConfig) -> Iterator[Conflict]:
          f"and optimizer.warmup_steps are longer than {run_length}"),
         (critic.enabled and 0 < run.num_steps <= critic.warmup_steps, "critic.warmup_steps",
          f"is as long as the whole run of {run.num_steps} steps: the policy would never be trained"),
-        (settings.policy == "pace" and settings.window > widest, "async.window",
-         f"must be at most max_staleness * batch_size + 1 = {widest}: a wider window cannot keep the bound"),
     )  # fmt: skip
 
 

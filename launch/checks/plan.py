@@ -195,14 +195,10 @@ def _load(load: DeviceLoad) -> Iterator[str]:
 def _staleness(plan: dict[str, Any] | None) -> Iterator[str]:
     if plan is None:
         return
-    num_slots, window, batch, at_once = (plan[key] for key in ("num_slots", "window", "batch_size", "concurrency"))
-    shown = f", window W = {window}" if window else ""
-    yield f"max_staleness = {plan['max_staleness']}, policy {plan['policy']}: N = {num_slots} slots{shown}"
-    yield "  slot: a group holds one from its dispatch until its step was trained: at most N are under way or waiting"
-    if window:
-        bound = f"(N + W - 2) // {batch} = {(num_slots + window - 2) // batch}"
-        yield "  window: a batch is made of whatever is ready among the W oldest, so none waits for one slow group"
-        yield f"  no token is older than {bound} versions when it is trained on"
+    eta, num_slots, batch, at_once = (plan[key] for key in ("max_staleness", "num_slots", "batch_size", "concurrency"))
+    yield f"max_staleness = {eta}, policy {plan['policy']}: ({eta} + 1) * {batch} = {num_slots} slots"
+    yield "  a group holds a slot from its dispatch until its step was trained"
+    yield f"  no token is more than {eta} versions old when it is trained on"
     fills = f"leave {num_slots - at_once} slots empty" if num_slots > at_once else "fill the slots"
     yield f"rollout actors: {plan['num_engines']}, which take {at_once} groups at a time and {fills}"
 

@@ -106,18 +106,16 @@ def amount_of_data(run: CheckedRun) -> Iterator[Finding]:
 
 
 def staleness_plan(run: CheckedRun) -> dict[str, Any] | None:
-    """Numbers of the bound; None: nothing is generated. `num_slots` (N), `window` (W) of `pace`, 0 for the other
-    policies; `concurrency`: groups that all rollout actors take at a time."""
+    """Numbers of the bound; None: nothing is generated. `concurrency`: groups that all rollout actors take at once."""
     config, num_rollouts, settings = run.config, len(run.of("rollout")), run.config.asynchrony
     if not (run.config.generates and run.actors):
         return None
     batch = config.algo.batch_size
-    policy = make_policy(settings.policy, settings.max_staleness, batch, settings.window)
+    policy = make_policy(settings.policy, settings.max_staleness, batch)
     return {
         "policy": settings.policy,
         "max_staleness": settings.max_staleness,
         "num_slots": policy.num_slots,
-        "window": policy.window,
         "batch_size": batch,
         "num_engines": num_rollouts,
         "concurrency": num_rollouts * config.rollout.max_groups,

@@ -69,7 +69,7 @@ REMEDIES: Mapping[Bound, str] = {
     "or rollout devices for the trainer",
     "checkpoint": "a larger trainer.checkpoint_every, or trainer.async_save = true",
     "weights": "`myxa set weights_every=N`, a faster weights.channel, or fewer and larger steps (algo.batch_size)",
-    "capacity": "`myxa set max_staleness=N` or `window=N`, or a smaller algo.batch_size",
+    "capacity": "`myxa set max_staleness=N`, or a smaller algo.batch_size",
     "memory": "larger steps (algo.batch_size); `myxa mem` shows what is moved each time",
 }
 _FAR_REWARD = (

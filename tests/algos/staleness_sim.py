@@ -1,7 +1,7 @@
 """A virtual-time model of generation beside training, run through the real admission code.
 
-Answers "what does this eta, window or policy cost" without a model, an engine or a second of waiting: the default
-window was chosen with it, and tests drive the policies by it. It does not use the buffer. Hand-written: simpy was
+Answers "what does this eta or policy cost" without a model, an engine or a second of waiting; tests drive the policies
+by it. It does not use the buffer. Hand-written: simpy was
 considered; one heap and three kinds of event need no process library.
 """
 
@@ -25,7 +25,6 @@ class Scenario:
     policy: str = "pace"
     max_staleness: int = 1
     batch_size: int = 32
-    window: int = 0
     num_steps: int = 100
     step_s: float = 10.0
     num_engines: int = 2
@@ -64,7 +63,6 @@ class _Simulation:
             scenario.policy,
             max_staleness=scenario.max_staleness,
             batch_size=scenario.batch_size,
-            window=scenario.window,
         )
         self.rng = random.Random(scenario.seed)
         self.outcome = SimOutcome()

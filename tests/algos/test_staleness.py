@@ -12,9 +12,8 @@ from myxa.algos.staleness import (
     Admission,
     LineEntry,
     LineStage,
-    default_window,
 )
-from myxa.core.errors import ConfigError, StalenessError
+from myxa.core.errors import StalenessError
 
 
 def _dispatch(admission: Admission, count: int, version: int, first: int = 0) -> list[int]:
@@ -116,9 +115,9 @@ def test_pitfall_06_consumption_is_in_order_of_dispatch(policy: str) -> None:
     assert _claim(admission, 1) == (3, 4, 5)
 
 
-def test_pitfall_06_the_window_is_in_dispatch_order_not_in_ready_order() -> None:
+def test_pitfall_06_groups_are_taken_in_dispatch_order_not_in_ready_order() -> None:
     """While the oldest group is under way, groups near it are taken before those that finished earlier."""
-    admission = Admission(max_staleness=2, batch_size=2, window=4)
+    admission = Admission(max_staleness=2, batch_size=2)
     ids = _dispatch(admission, 3, version=0)
     for group_id in reversed(ids[1:]):
         admission.ready(group_id, 0)
@@ -206,25 +205,28 @@ def test_c_a_prompt_that_starts_again_after_a_restore_counts_the_versions_of_its
     assert admission.version_of(0) == 4
 
 
-def test_a_window_too_wide_for_eta_is_refused() -> None:
-    """W takes its places from N; N below B would never fill a batch."""
-    with pytest.raises(ConfigError, match="may be 1 to 9"):
-        Admission(max_staleness=1, batch_size=8, window=10)
-    assert Admission(max_staleness=1, batch_size=8, window=9).slots_total == 8
-
-
+@pytest.mark.parametrize("eta", range(5))
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
-def test_n_and_w_are_maximal_and_grow_with_eta(batch_size: int) -> None:
-    """N + W = (eta + 1)*B + 1, N >= B, and raising eta never takes a slot or a place of the window away."""
-    before = (0, 0)
-    for eta in range(9):
-        rules = Admission(max_staleness=eta, batch_size=batch_size).rules
-        assert rules.num_slots + rules.window == (eta + 1) * batch_size + 1
-        assert rules.num_slots >= batch_size
-        assert rules.num_slots >= before[0]
-        assert rules.window >= before[1]
-        before = (rules.num_slots, rules.window)
-        assert rules.window == default_window(eta, batch_size)
+def test_all_batches_that_the_bound_allows_may_be_under_way(batch_size: int, eta: int) -> None:
+    """eta + 1 batches before any is trained; each that is trained makes room for one more."""
+    admission = Admission(max_staleness=eta, batch_size=batch_size)
+    ids = _dispatch(admission, (eta + 1) * batch_size, version=0)
+    assert not admission.may_dispatch(0)
+    for group_id in ids[:batch_size]:
+        admission.ready(group_id, 0)
+    assert _claim(admission, 0) == tuple(ids[:batch_size])
+    assert not admission.may_dispatch(0), "its weights are not there yet"
+    admission.trained(0)
+    _dispatch(admission, batch_size, version=1, first=len(ids))
+    assert not admission.may_dispatch(1)
+
+
+def test_the_trainer_does_not_wait_for_answers_of_equal_length_within_the_bound() -> None:
+    """Generation takes 1.3 to 1.9 steps, which eta = 2 covers: every slot is needed for that."""
+    for factor in (1.3, 1.6, 1.9):
+        scenario = Scenario(max_staleness=2, batch_size=16, num_engines=1, step_s=10, generate_s=10 * factor - 1,
+                            sigma=0, adopt_s=0.1)  # fmt: skip
+        assert simulate(scenario).waiting_share < 0.01, factor
 
 
 def test_resume_with_another_batch_size_drops_only_what_cannot_make_it() -> None:

@@ -211,8 +211,6 @@ class Schedule:
 def _run(seed: int, policy: str, *, can_retune: bool) -> Schedule:
     rng = random.Random(seed)
     admission = Admission(policy, max_staleness=rng.randint(0, 4), batch_size=rng.choice((1, 2, 3, 5)))
-    if policy == "pace" and rng.random() < 0.5:
-        admission.retune(window=rng.randint(1, admission.max_staleness * admission.batch_size + 1))
     schedule = Schedule(rng, admission, rng.randint(1, 3), can_retune)
     try:
         schedule.run(num_steps=6)

@@ -23,7 +23,7 @@ async def test_the_sheet_tells_every_knob_as_the_run_file_has_it(shop: Any) -> N
         values = {state.tunable.name: state.value for state in sheet.knobs}
         assert (sheet.owner, sheet.epoch) == ("buffer", 0)
         assert values.items() >= {
-            "max_staleness": 3, "on_stale": "pace", "window": 0, "temperature": 0.5, "top_p": 1.0, "top_k": -1,
+            "max_staleness": 3, "on_stale": "pace", "temperature": 0.5, "top_p": 1.0, "top_k": -1,
             "max_new_tokens": 9, "num_samples": 2, "group_filter": "own", "stop_token_ids": "none",
         }.items()  # fmt: skip
         for state in sheet.knobs:
@@ -95,8 +95,6 @@ REFUSED: list[dict[str, Any]] = [
     {"max_new_tokens": 65},
     *({"max_staleness": value} for value in (-1, True)),
     {"on_stale": "hope"},
-    {"window": 6},
-    {"max_staleness": 0, "window": 2},
     {"group_filter": "os:system"},
     {"top_p": 0.0, "temperature": 0.5},
     {"temprature": 0.5},
@@ -115,15 +113,6 @@ async def test_what_is_refused_changes_nothing(shop: Any) -> None:
             assert not outcome.accepted, values
             assert any(name in outcome.reason for name in values), (values, outcome.reason)
             assert await desk.ref.knobs() == before
-
-
-async def test_values_that_go_together_are_judged_and_used_together(shop: Any) -> None:
-    async with shop.open(max_staleness=2, window=4, group_filter="zero_variance") as desk:
-        assert "window" in (await desk.change(1, max_staleness=0)).reason
-        assert (await desk.change(2, max_staleness=0, window=0)).accepted
-        assert (await desk.change(3, window=5, max_staleness=2)).accepted, "neither order of the two would do"
-        stats = await desk.ref.stats()
-        assert (stats.max_staleness, stats.slots_total) == (2, 2)
 
 
 async def test_the_filter_judges_what_is_finished_from_now_on(shop: Any) -> None:

@@ -29,13 +29,12 @@ from myxa.core.messages import Assignment, DrawRequest, GroupReturned, SamplingP
 
 BATCH = 2
 FIRST = BufferValues(
-    max_staleness=2, on_stale="pace", window=0, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, num_samples=2,
+    max_staleness=2, on_stale="pace", temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, num_samples=2,
     group_filter="none",
 )  # fmt: skip
 CHANGES: dict[str, st.SearchStrategy[Any]] = {
     "max_staleness": st.integers(-1, 4),
     "on_stale": st.sampled_from(["pace", "wait", "drop", "hope"]),
-    "window": st.integers(0, 6),
     "temperature": st.sampled_from([0.5, 1.0, 1.5, 0.0, -1.0]),
     "top_k": st.sampled_from([-1, 0, 5]),
     "num_samples": st.integers(0, 3),
@@ -59,7 +58,7 @@ class KnobsMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.ledger = Ledger(Path(self.folder.name) / "l.sqlite", run="m", fingerprint="f", wall=lambda: 0.0)
-        admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH, window=FIRST.window)
+        admission = Admission(FIRST.on_stale, max_staleness=FIRST.max_staleness, batch_size=BATCH)
         self.knobs = BufferKnobs(
             "buffer", self.ledger, admission, FIRST, SamplingParams(max_new_tokens=FIRST.max_new_tokens),
             filters=tuple(GROUP_FILTERS), limits=BufferLimits(),

@@ -81,6 +81,7 @@ def test_a_frozen_run_file_with_a_port_for_prometheus_serves_it_with_the_dashboa
     (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[data]\ntrain = "t"\n')
     config = load_config([tmp_path / "run.toml"])
     earlier = dump_config(config).replace("[monitor]\n", f"[monitor]\nprometheus_port = {port}\n")
+    earlier = earlier.replace("[async]\n", "[async]\nwindow = 0\n")
     (tmp_path / "frozen.toml").write_text(earlier)
     again = load_config([tmp_path / "frozen.toml"])
     assert again.control.dashboard_port == served

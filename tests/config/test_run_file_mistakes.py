@@ -28,7 +28,8 @@ RECORDED = 'preset = "recorded"\n'
 # Beside those of tests/error_cases.md. What is appended to HEAD: the line (-: none, as it is a default's) and the key that are named ? the name that is proposed ! words of the cause.
 MISTAKES: dict[str, str] = {
     "[xyz]\n": "5 xyz",
-    "[asynchrony]\nwindow = 3\n": "5 asynchrony ? async",
+    '[asynchrony]\npolicy = "wait"\n': "5 asynchrony ? async",
+    "[async]\nwindow = 3\n": "6 async.window ! lower async.max_staleness",
     "[Algo]\n": "5 Algo ? algo",
     "[algo]\nbatch_size = true\n": "6 algo.batch_size",
     f"[algo]\nbatch_size = {2**64}\n": "6 algo.batch_size ! at most 64 bits",
@@ -299,12 +300,11 @@ def test_one_mistake_gives_one_line(tmp_path: Path, text: str, named: str) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "[async]\nwindow = 65\n",
         *(f'[roles.rollout]\nkind = "sglang"\n[sglang]\n{line}\n'
           for line in ("enable_lora = false", 'disaggregation_mode = "null"', "log_level = 'info'")),
     ],
 )  # fmt: skip
-def test_the_widest_window_and_what_switches_an_argument_off_are_accepted(tmp_path: Path, text: str) -> None:
+def test_what_switches_an_argument_off_is_accepted(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(HEAD + text)
     load_config(file)
@@ -366,9 +366,9 @@ lr = -1
 
 
 def test_all_conflicts_between_sections_are_told_once_each_section_is_right(tmp_path: Path) -> None:
-    text = f"{HEAD}[eval]\nevery = 5\n[async]\nwindow = 99\n"
+    text = f"{HEAD}[eval]\nevery = 5\n[rollout]\nnum_samples = 1\n"
     _, *messages = failure(tmp_path, text).splitlines()
-    assert [line.split(" = ")[0].split(": ")[1] for line in messages] == ["eval.every", "async.window"]
+    assert [line.split(" = ")[0].split(": ")[1] for line in messages] == ["eval.every", "rollout.num_samples"]
 
 
 def test_a_wrong_value_does_not_cause_a_second_report_through_its_default(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from myxa.core.retry import until_answered
 pytestmark = [pytest.mark.timeout(120)]
 
 BUFFER_FIRST = BufferValues(
-    max_staleness=1, on_stale="pace", window=0, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, num_samples=2,
+    max_staleness=1, on_stale="pace", temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16, num_samples=2,
     group_filter="none",
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ class Buffer(OwnsKnobs):
         admission = Admission("pace", max_staleness=1, batch_size=4)
         self.live = self.knob_owner = BufferKnobs(
             self.ctx.name, self.ledger, admission, BUFFER_FIRST, SamplingParams(),
-            filters=("none", "zero_variance"), limits=BufferLimits(),
+            filters=("none", "zero_variance"), limits=BufferLimits(has_rewards=True),
         )  # fmt: skip
 
     async def on_stop(self, why: str) -> None:
@@ -129,14 +129,15 @@ async def test_values_of_actors_that_join_later_and_of_numbers_that_come_later(
         assert (first.desk.values["room"], second.desk.values["room"]) == (2, 2)
 
 
-async def test_values_that_only_fit_together_come_back_together(tmp_path: Path) -> None:
-    """max_staleness 8, then window 20, then max_staleness 9: the checkpoint has no trace of the 8."""
-    live = kept(live_knob("window", 20, 2), live_knob("max_staleness", 9, 3), live_knob("top_p", 0.5, 4))
+async def test_values_of_several_changes_come_back_together(tmp_path: Path) -> None:
+    """In one change: bounds may not fit one after the other."""
+    bounds = {"difficulty_high": 0.8, "difficulty_low": 0.6, "top_p": 0.5}
+    live = kept(*(live_knob(name, value, epoch) for epoch, (name, value) in enumerate(bounds.items(), 2)))
     buffer, engine = Buffer(tmp_path / "ledger.sqlite"), Engine()
     async with open_room(tmp_path, live, 5, beside={"buffer": buffer, "rollout/0": engine}) as room:
         values = buffer.live.values
-        assert (values.window, values.max_staleness, values.top_p) == (20, 9, 0.5)
-        assert [values for values, _ in restored(room)] == [{"window": 20, "max_staleness": 9, "top_p": 0.5}]
+        assert (values.difficulty_low, values.difficulty_high, values.top_p) == (0.6, 0.8, 0.5)
+        assert [values for values, _ in restored(room)] == [bounds]
 
 
 async def test_knobs_are_in_force_before_an_engine_could_draw(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ async def test_a_buffer_whose_newer_value_contradicts_an_older_change(tmp_path: 
                 await registered(room)
                 if life == "buffer-1":
                     assert (await room.change(max_staleness=2)).epoch
-                    assert (await room.change(max_staleness=8, window=16)).epoch
+                    assert (await room.change(max_staleness=8, top_p=0.5)).epoch
                 else:
-                    assert buffer.at_first.items() >= {"max_staleness": 8, "window": 16}.items()
+                    assert buffer.at_first.items() >= {"max_staleness": 8, "top_p": 0.5}.items()
             await registered(room, is_there=False)
         assert (await room.ref.status()).phase == "running"
 
