@@ -28,9 +28,13 @@ PREFIX = "base_model.model."
 PARTS = ("lora_A", "lora_B")
 ADAPTERS = "adapters."
 """Before their names in a Megatron checkpoint."""
-OTHER_KINDS = ("alpha_pattern", "alora_invocation_tokens", "bias", "fan_in_fan_out", "modules_to_save", "rank_pattern",
-               "use_dora", "use_qalora", "use_rslora")  # fmt: skip
-"""Keys of PEFT's that change what is computed, where they say more than "none"."""
+HARMLESS = ("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+            "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+            "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
+            "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules",
+            "target_parameters", "task_type")  # fmt: skip
+"""Keys of PEFT's that do not change what is computed of the adapter's matrices. Any other may, where it says more than
+"none"."""
 KEEP_WEIGHTS = (None, False, True, "eva", "gaussian", "orthogonal")
 """Of PEFT's `init_lora_weights`: the others (pissa, olora, corda, loftq, ...) change the model's own weights too."""
 IN_LAYERS = re.compile(r"\.\d+\.")
@@ -99,8 +103,8 @@ def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
                 remedy="set rank and alpha as the adapter has them, or name another adapter",
             )
     changed = ("init_lora_weights",) if config.get("init_lora_weights") not in KEEP_WEIGHTS else ()
-    for key in (*OTHER_KINDS, *changed):
-        if config.get(key) not in (None, False, "none", [], {}):
+    for key in (*changed, *sorted(config.keys() - set(HARMLESS))):
+        if config[key] not in (None, False, "none", [], {}):
             raise ConfigError(
                 f"lora.path: {folder} has {key} = {config[key]!r}, which is not computed here",
                 remedy="merge it by PEFT, and start from the merged model",

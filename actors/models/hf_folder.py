@@ -21,7 +21,15 @@ from ...core.files import read_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
 from .model_config import ModelConfig, parse_model_config, token_ids
-from .safetensors_file import FP8, SCALE_SUFFIX, Dequantised, open_safetensors, parse_json, write_safetensors
+from .safetensors_file import (
+    FP8,
+    SCALE_SUFFIX,
+    SCALE_TYPES,
+    Dequantised,
+    open_safetensors,
+    parse_json,
+    write_safetensors,
+)
 
 if TYPE_CHECKING:
     from ...core.config import CriticConfig  # a tenth of a second and pydantic, which workers of users' code do without
@@ -171,11 +179,16 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None:
-            raise ModelError(
-                f"{place}: weight {name} is missing ({len(tensors)} weights found)",
-                remedy="the config belongs to another model, or a shard is missing"
-                + ("; or tie_word_embeddings must be true in config.json" if name == HEAD else ""),
-            )
+            alike = [other for other in tensors if other.endswith(f".{name}") or name.endswith(f".{other}")]
+            if name == EMBEDDING and config.source.get("tie_word_embeddings"):  # other servers would leave it empty
+                alike += [HEAD] * (HEAD in tensors)
+            remedy = "the config belongs to another model, or a shard is missing"
+            if alike:
+                remedy = "let transformers' save_pretrained write the whole model: it gives weights their names"
+            elif name == HEAD:
+                remedy += "; or tie_word_embeddings must be true in config.json"
+            found = f"{alike[0]} is there" if alike else f"{len(tensors)} weights found"
+            raise ModelError(f"{place}: weight {name} is missing ({found})", remedy=remedy)
         if tensor.spec.shape != shape:
             raise ModelError(
                 f"{place}: weight {name} has shape {list(tensor.spec.shape)}, config.json demands {list(shape)}",
@@ -187,7 +200,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
         _check_rest(config, shapes, tensors, place)
 
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
 
 
@@ -201,7 +214,7 @@ def _check_rest(config: ModelConfig, shapes: Mapping[str, Any], tensors: Mapping
                 f"{place}: weight {name} is none of a {config.model_type} model's by config.json: it would be left out",
                 remedy="merge adapters into the weights (merge_and_unload of peft), or use the model's own config.json",
             )
-    pair = [tensors.get(name) for name in ("model.embed_tokens.weight", HEAD)]
+    pair = [tensors.get(name) for name in (EMBEDDING, HEAD)]
     rows = [np.frombuffer(tensor.data, np.uint8) for tensor in pair if tensor is not None]
     if config.source.get("tie_word_embeddings") and len(rows) == len(pair) and not np.array_equal(rows[0], rows[1]):
         raise ModelError(
@@ -214,10 +227,10 @@ def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: Named
     """Raise ModelError unless an FP8 matrix has a scale for each of its blocks."""
     grid = tuple(-(-size // block_size) for size, block_size in zip(spec.shape, block or (), strict=False))
     facts = scales and (scales.spec.dtype, scales.spec.shape)
-    if block is None or len(spec.shape) != len(block) or facts != ("float32", grid):
+    if block is None or len(spec.shape) != len(block) or facts not in [(dtype, grid) for dtype in SCALE_TYPES]:
         raise ModelError(
             f"{place}: weight {spec.name} is FP8 {list(spec.shape)} in blocks of {block}, its scales are {facts}: "
-            f"float32 {list(grid)} is needed",
+            f"{' or '.join(SCALE_TYPES)} {list(grid)} is needed",
             remedy="quantization_config of config.json and the weights must come from the same model",
         )
 
@@ -225,6 +238,7 @@ def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: Named
 def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
     """Raise ModelError naming the first of the weights `names` that is of no float type, or holds NaN or infinity.
     `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all."""
+    names = [*names, *(scale for name in names if (scale := name + SCALE_SUFFIX) in tensors)]
     num_bytes = sum(tensors[name].spec.num_bytes for name in names)
     share = min(1.0, max_bytes / num_bytes) if max_bytes and num_bytes else 1.0
     for name in names:

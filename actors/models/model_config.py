@@ -371,7 +371,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=fields.size("num_key_value_heads", heads),
         **attention,
-        rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps") or 1e-6),
+        rms_norm_eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps")),
         rope_theta=_rope_theta(fields),
         context_length=fields.size("max_position_embeddings"),
         window=_window(fields, model_type),
@@ -509,7 +509,7 @@ def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:
         "num_experts": num_experts,
         "experts_per_token": per_token,
         "moe_intermediate_size": fields.size("moe_intermediate_size"),
-        "normalises_top_experts": fields.flag("norm_topk_prob", default=False),
+        "normalises_top_experts": fields.flag("norm_topk_prob", default=is_corrected),
         "dense_layers": tuple(
             n for n in range(layers) if n < first or n in cast("list[Any]", listed) or (n + 1) % step
         ),
@@ -638,7 +638,7 @@ def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
         if fields.get(key) not in (None, value):
             yield f"{key} {fields.get(key)!r}"
     per_token, top, groups = (fields.size(key) for key in ("num_experts_per_tok", "topk_group", "n_group"))
-    if not fields.flag("norm_topk_prob", default=False):
+    if not fields.flag("norm_topk_prob", default=True):
         yield "norm_topk_prob is false, with sigmoids as scores"
     if per_token == 1:
         yield "num_experts_per_tok 1, with sigmoids as scores"

@@ -103,7 +103,9 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
 
 
 SCALE_SUFFIX = "_scale_inv"
-"""After the name of a matrix of FP8 in blocks: the name of its scales, float32, one for each block."""
+"""After the name of a matrix of FP8 in blocks: the name of its scales, one for each block."""
+SCALE_TYPES = ("float32", "bfloat16", "float16")
+"""Of scales: DeepSeek-V3's; Qwen3's; those of some of Qwen3's later folders."""
 _CODES = np.arange(128)
 _POSITIVE = np.where(_CODES < 8, _CODES * 2.0**-9, (8 + _CODES % 8) * 2.0 ** (_CODES // 8 - 10))
 _POSITIVE[127] = np.nan
@@ -132,7 +134,11 @@ class Dequantised(Mapping[str, NamedArray]):
         weight, scale, (high, wide) = self._stored[name], self._stored[name + SCALE_SUFFIX], self._block
         rows, columns = weight.spec.shape
         codes = np.frombuffer(weight.data, np.uint8).reshape(rows, columns)
-        scales = np.frombuffer(scale.data, np.float32).reshape(scale.spec.shape)
+        if scale.spec.dtype == "bfloat16":
+            numbers = (np.frombuffer(scale.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            numbers = np.frombuffer(scale.data, scale.spec.dtype).astype(np.float32)
+        scales = numbers.reshape(scale.spec.shape)
         values = np.empty((rows, columns), np.uint16)
         for number, row in enumerate(range(0, rows, high)):
             bits = (E4M3[codes[row : row + high]] * scales[number].repeat(wide)[:columns]).view(np.uint32)

@@ -155,6 +155,8 @@ def broken(folder: Path, change: str) -> None:
         ("use_dora=true", "lora.path: .* has use_dora = True, which is not computed here"),
         ("init_lora_weights=\"pissa_niter_4\"", "init_lora_weights = 'pissa_niter_4', which is not computed here"),
         ("rank_pattern={\"q_proj\": 2}", "rank_pattern = .*, which is not computed here"),
+        ("layer_replication=[[1, 2], [0, 1]]", "layer_replication = .*, which is not computed here"),
+        ("some_later_kind=true", "some_later_kind = True, which is not computed here"),
         ("modules_to_save=[\"lm_head\"]", "modules_to_save = .*, which is not computed here"),
         ("missing", "lora.target_modules: base_model.model.model.layers.0.mlp.down_proj.lora_A.* is absent"),
         ("shape", "is of shape .*, for this model it must be of shape "),

@@ -84,7 +84,14 @@ HAS_MUON = bool(find_spec("emerging_optimizers")) and int(version("megatron-core
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "alone", "loses_a_folder": True, "counts_reads": True},
-        {"name": "experts", "is_moe": True, "algo": PLAIN},
+        {"name": "experts", "is_moe": True, "algo": PLAIN, "save": True},
+        {
+            "name": "no-moments",
+            "is_moe": True,
+            "algo": PLAIN,
+            "optimizer": {"lr": 0.01, "betas": [0.0, 0.0], "eps": 1e-12},
+            "load": "experts",
+        },
         {"name": "lora-experts", "is_moe": True, "algo": PLAIN, "lora": QV},
         {"name": "lora-latent", "is_latent": True, "algo": PLAIN, "lora": LATENT},
         {"name": "routed-anew", **ROUTED},
@@ -461,6 +468,13 @@ def test_checkpoints_go_from_layout_to_layout(source: str, target: str, gangs: G
     assert max(np.abs(went_on[key] - saved[key]).max() for key in saved) > 1e-4
     for key, value in went_on.items():
         np.testing.assert_allclose(resumed[key], value, rtol=0, atol=1e-5, err_msg=key)
+
+
+def test_a_resumed_run_takes_decay_rates_from_its_own_file(gangs: Gangs) -> None:
+    """Without moments AdamW moves every number that has a gradient by the learning rate, whatever the gradient."""
+    before, after = (arrays(gangs(1), "no-moments", name) for name in ("loaded", "weights_first"))
+    moved = np.concatenate([np.abs(after[key] - before[key]).ravel() for key in before])
+    assert np.isclose(moved[moved > 0], 0.01, rtol=0.01).mean() > 0.99
 
 
 def test_a_checkpoint_folder_tells_what_it_is_and_when_it_is_torn(gangs: Gangs, tmp_path: Path) -> None:

@@ -168,6 +168,13 @@ CORRECTED = {
 }  # fmt: skip
 
 
+def test_weights_of_experts_sum_to_one_where_the_family_says_so_by_default():
+    for model_type, normalises in (("glm4_moe", True), ("deepseek_v3", True), ("qwen3_moe", False)):
+        source = {**DEEPSEEK_V3, "auto_map": None, "model_type": model_type, "norm_topk_prob": None, "num_experts": 8}
+        config = parse_model_config({**source, "quantization_config": None}, "x")
+        assert (config.normalises_top_experts, config.foreign) == (normalises, "")
+
+
 def test_glm_4_5_chooses_experts_by_scores_that_are_corrected():
     config = parse_model_config(dict(tiny_config("1m").source) | CORRECTED, "x")
     assert not config.foreign
@@ -262,7 +269,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}, "rope_theta": ...},
         "rope_parameters says rope_theta 1000000.0, but rope_scaling",
     ),
-    ({"rms_norm_eps": -1}, "rms_norm_eps"),
+    *(({"rms_norm_eps": value}, "rms_norm_eps") for value in (-1, 0, ...)),  # families have other ones by default
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"use_sliding_window": True}, "use_sliding_window"),
     ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
@@ -381,6 +388,21 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(folder: Path, tmp
     write_folder(tmp_path, config.source, weights)
     edit(tmp_path / "config.json", intermediate_size=385)
     with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \[384, 128\].*demands \[385, 128\]"):
+        arrays(tmp_path, read_config(tmp_path))
+
+
+@pytest.mark.parametrize("writer", ["_orig_mod.model.", "base_model.model.model.", "", "lm_head.weight"])
+def test_weights_under_names_that_others_write_are_told_by_them(writer: str, folder: Path, tmp_path: Path):
+    """Wrappers, a model without its head, and of two names for one tensor the head's."""
+    weights, name = init_weights(read_config(folder), 1), "model.embed_tokens.weight"
+    if writer.endswith("weight"):
+        found = writer
+        weights = [named(w, found) if w.spec.name == name else w for w in weights]
+    else:
+        found = name.replace("model.", writer)
+        weights = [named(w, w.spec.name.replace("model.", writer, 1)) for w in weights]
+    write_folder(tmp_path, read_config(folder).source, weights)
+    with pytest.raises(ModelError, match=rf"{name} is missing \({found} is there\) -- let transformers"):
         arrays(tmp_path, read_config(tmp_path))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from myxa.actors.backends.torch_backend.tensors import from_bytes
 from myxa.actors.models.hf_folder import check_values, open_weights, read_config, write_folder
 from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.safetensors_file import SCALE_SUFFIX
@@ -218,6 +219,17 @@ def fp8_model(folder: Path, **changes: torch.Tensor | None) -> dict[str, torch.T
     return expected
 
 
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
+def test_scales_of_less_digits_are_read_as_they_are(scales: torch.dtype, tmp_path: Path) -> None:
+    """Qwen3-1.7B-FP8 has them in bfloat16, Qwen3-4B-Instruct-2507-FP8 in float16."""
+    scale = torch.rand(8, 4).add(0.01).to(scales)
+    fp8_model(tmp_path, **{WEIGHT + SCALE_SUFFIX: scale})
+    values = load_file(tmp_path / "model.safetensors")[WEIGHT]
+    with open_weights(tmp_path, read_config(tmp_path)) as tensors:
+        weight = from_bytes(tensors[WEIGHT])
+    assert torch.equal(weight, dequantise_blocks(values, scale.float(), BLOCK).to(torch.bfloat16))
+
+
 def test_fp8_in_blocks_is_read_as_bfloat16(tmp_path: Path) -> None:
     expected = fp8_model(tmp_path)
     with open_weights(tmp_path, config := read_config(tmp_path)) as tensors:
@@ -231,10 +243,10 @@ def test_fp8_in_blocks_is_read_as_bfloat16(tmp_path: Path) -> None:
         check_values(expected, tensors, "x")
 
 
-@pytest.mark.parametrize("scales", [None, torch.ones(3, 3), torch.ones(8, 4, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("scales", [None, torch.ones(3, 3), torch.ones(8, 4, dtype=torch.float64)])
 def test_fp8_without_its_scales_is_refused(scales: torch.Tensor | None, tmp_path: Path) -> None:
     fp8_model(tmp_path, **{WEIGHT + SCALE_SUFFIX: scales})
-    wanted = rf"{WEIGHT} is FP8 \[384, 128\].*float32 \[8, 4\] is needed"
+    wanted = rf"{WEIGHT} is FP8 \[384, 128\].*float32 or .* \[8, 4\] is needed"
     with pytest.raises(ModelError, match=wanted), open_weights(tmp_path, read_config(tmp_path)):
         pass
 
@@ -247,12 +259,19 @@ def test_fp8_that_config_json_does_not_speak_of_is_refused(tmp_path: Path) -> No
         pass
 
 
-def test_nan_in_fp8_is_found(tmp_path: Path) -> None:
-    fp8_model(tmp_path, **{WEIGHT: torch.full((384, 128), torch.nan).to(torch.float8_e4m3fn)})
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        (WEIGHT, torch.full((384, 128), torch.nan).to(torch.float8_e4m3fn)),
+        (WEIGHT + SCALE_SUFFIX, torch.full((8, 4), torch.inf)),
+    ],
+)
+def test_nan_in_fp8_is_found(name: str, bad: torch.Tensor, tmp_path: Path) -> None:
+    fp8_model(tmp_path, **{name: bad})
     config = read_config(tmp_path)
     with (
         open_weights(tmp_path, config, as_stored=True) as tensors,
-        pytest.raises(ModelError, match=f"{WEIGHT} holds NaN"),
+        pytest.raises(ModelError, match=f"{name} holds NaN"),
     ):
         check_values(config.tensor_shapes(), tensors, "x")
 

@@ -217,18 +217,21 @@ def _named_chunks(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _restore_optimizer(optimizer: Any, saved: Any) -> None:
-    """Load state cut by parameter. Where torch's AdamW is inside, its `step` is taken out of the way: Megatron copies
-    every entry of a parameter's state from the shards, and there is none for `step`."""
+    """Load state cut by parameter; options (decay rates of moments, kernels) stay those of this run. Where torch's
+    AdamW is inside, its `step` is taken out of the way: Megatron copies every entry of a parameter's state from the
+    shards, and there is none for `step`."""
     parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
     states = [saved] if len(parts) == 1 else [value for _, value in sorted(saved.items())]
     for part, state in zip(parts, states, strict=True):
+        options = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in part.param_groups]
         if state.get("param_state_sharding_type") != "fully_reshardable":
             part.load_state_dict(state)
-            continue
-        groups = {name: value for name, value in state.items() if name != "param_state"}
-        part.load_state_dict(groups)
-        moments: dict[Any, dict[str, Tensor]] = part.optimizer.state
-        steps = {parameter: values.pop("step") for parameter, values in moments.items() if "step" in values}
-        part.load_parameter_state_from_fully_reshardable(state["param_state"])
-        for parameter, step in steps.items():
-            moments[parameter]["step"] = step.detach().clone()
+        else:
+            part.load_state_dict({name: value for name, value in state.items() if name != "param_state"})
+            moments: dict[Any, dict[str, Tensor]] = part.optimizer.state
+            steps = {parameter: values.pop("step") for parameter, values in moments.items() if "step" in values}
+            part.load_parameter_state_from_fully_reshardable(state["param_state"])
+            for parameter, step in steps.items():
+                moments[parameter]["step"] = step.detach().clone()
+        for group, own in zip(part.param_groups, options, strict=True):
+            group.update(own)
