@@ -286,13 +286,13 @@ def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNot
     return note
 
 
-def client_or_folder(options: argparse.Namespace) -> ControlClient | Path:
+def client_or_folder(options: argparse.Namespace, *, changes: bool = False) -> ControlClient | Path:
     """The run's client; of a run that has ended its folder, whose files answer: the newest run here goes before a live
-    one elsewhere. Raises LaunchError."""
+    one elsewhere. `changes`: see `client_of`. Raises LaunchError."""
     try:
         if options.run_path is None and (RUNS / "latest" / CONFIG).is_file():
             find_run(None, is_elsewhere_meant=False)
-        return client_of(options)
+        return client_of(options, changes=changes)
     except LaunchError as error:
         folder = options.run_path if options.run_path is not None else RUNS / "latest"
         if not (folder / CONFIG).is_file() or isinstance(error, SeveralLiveRuns):
@@ -333,10 +333,13 @@ def verb_command(
         add_run_flags(parser)
 
     def ask_and_show(options: argparse.Namespace) -> int:
-        if from_files is not None and isinstance(run_or_folder := client_or_folder(options), Path):
-            answer = from_files(run_or_folder, options)
+        instead = more(options) if more is not None else {}
+        if from_files is None:
+            answer = ask(options, verb, **instead)
+        elif isinstance(run := client_or_folder(options, changes=verb.effect == "change"), Path):
+            answer = from_files(run, options)
         else:
-            answer = ask(options, verb, **(more(options) if more is not None else {}))
+            answer = run.ask(verb.name, **arguments_of(options, verb, **instead))
         status = 0 if check is None else check(options, answer)
         show(options, answer, page)
         return status

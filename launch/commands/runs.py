@@ -115,17 +115,19 @@ def _samples(options: argparse.Namespace) -> int:
     from ..views.run_files import SampleQuery, read_samples
 
     query = SampleQuery(step=options.step, held_out=options.eval is not None, eval_set=options.eval or "")
-    show(options, {"groups": read_samples(folder_of(options), query, options.num_groups)}, _draw)
+    asked = f" of set {options.eval!r}" * bool(options.eval) + f" of step {options.step}" * (options.step >= 0)
+    groups = read_samples(folder_of(options), query, options.num_groups)
+    show(options, {"groups": groups}, lambda facts: _samples_page(facts["groups"], asked))
     return 0
 
 
-def _draw(facts: dict[str, Any]) -> RenderableType:
+def _samples_page(groups: list[dict[str, Any]], asked: str) -> RenderableType:
     from rich.text import Text
 
     from ..views.conversation import group_lines
 
-    lines = [line for group in facts["groups"] for line in group_lines(group)]
-    return Text("\n".join(lines) or "there is no such group: samples.jsonl keeps monitor.samples_per_step of a step")
+    lines = [line for group in groups for line in group_lines(group)]
+    return Text("\n".join(lines) or f"samples.jsonl has no group{asked}: it keeps monitor.samples_per_step a step")
 
 
 COMMANDS = (

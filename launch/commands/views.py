@@ -45,7 +45,9 @@ def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
 
     cells = [
         (
-            row["name"], row["state"], row["pid"] or "", row["node"], row["host"], row["attempt"], row["epoch"] or "",
+            row["name"], row["state"], row["pid"] or "",
+            *((row["node"], row["host"], row["attempt"]) if row["pid"] or row["host"] else ("", "", "")),
+            row["epoch"] or "",
             duration(row["uptime_s"]) if row["uptime_s"] else "",
             size_text(row["memory_bytes"]) if row["memory_bytes"] else "", row["doing"],
         )
@@ -117,7 +119,7 @@ def _dashboard_page(answer: dict[str, Any]) -> str:
     if "report" in answer:
         return answer["report"]
     can = "look, and change the run" if answer["operate"] else "look"
-    return f"{answer['url']}\nWhoever has this URL may {can}, until the run ends."
+    return f"{answer['url']}\nWith this URL anyone may {can}, until the run ends."
 
 
 def _why_from_files(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -149,9 +151,10 @@ def _why_page(reason: dict[str, Any]) -> RenderableType:
             if share >= 0.005
         )
         parts.append(Text(f"time of rollouts: {spent}"))
-    parts += [Text(describe_rollout(one)) for one in found.under_way]
-    rows = [(name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in sorted(found.shares.items())]
+    rows = [(name, *(_percent(kinds, kind) for kind in ACTIVITY_KINDS)) for name, kinds in found.shares.items()]
     parts += [Text(""), table(("actor", *ACTIVITY_KINDS), rows, right=ACTIVITY_KINDS)]
+    parts += [Text("\nrollouts that wait longest")] if found.under_way else []
+    parts += [Text(describe_rollout(one)) for one in found.under_way]
     return Group(*parts)
 
 

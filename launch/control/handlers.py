@@ -35,7 +35,7 @@ from ..views.changes import value_text
 from ..views.numbers import doing, name_order
 from ..views.run_files import CONFIG_FILE
 from ..views.run_view import ActorFacts, RunView
-from ..views.why import Facts, Reason, explain, judge, slowest
+from ..views.why import Reason, explain, judge, slowest
 from . import verbs
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext
@@ -240,7 +240,7 @@ async def _status(context: VerbContext, arguments: verbs.StatusArguments, operat
         return view
     table, under_way = await asyncio.gather(_knob_table(context), _under_way(context))
     shares = view.shares()
-    reason = judge(shares, _facts_of(view))
+    reason = judge(shares, view.facts)
     answers = {"coordinator": view.status, "buffer": view.buffer, "monitor": view.snapshot or None}
     return msgspec.structs.replace(
         view, actors=_actors(context, view), knobs=table,
@@ -300,12 +300,7 @@ async def _why(context: VerbContext, arguments: verbs.WhyArguments, operator: Op
     )
     if shares is None:
         raise LaunchError("the monitor does not answer: the time shares are not known", remedy="`myxa ps`")
-    facts = _facts_of(view)
-    return explain(shares, facts, window_s=arguments.window_s, target=arguments.target, under_way=under_way)
-
-
-def _facts_of(view: RunView) -> Facts:
-    return Facts(gauges=view.snapshot, disk=view.buffer.disk if view.buffer is not None else "")
+    return explain(shares, view.facts, window_s=arguments.window_s, target=arguments.target, under_way=under_way)
 
 
 HANDLERS: dict[verbs.Verb[Any], Handler] = {

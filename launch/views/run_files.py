@@ -78,9 +78,10 @@ class Series:
         self._limit = limit
         self._per_point = 1
 
-    def put(self, x: float, other: float, value: float) -> None:
+    def put(self, x: float, other: float, value: float, *, replaces: bool = False) -> None:
+        """`replaces`: an earlier value at the same x; else the two are averaged, as of engines that adopt a version."""
         points = self.points
-        if points and points[-1].x > x:
+        if points and (points[-1].x > x or (replaces and points[-1].x == x)):
             while points and points[-1].x >= x:
                 points.pop()
         last = points[-1] if points else None
@@ -345,7 +346,7 @@ class RunFiles:
             if is_first and len(self.reported) < _MAX_STEPS:
                 self.reported.append((wall_s, step))
         if step >= 0:
-            series.put(step, wall_s, value)
+            series.put(step, wall_s, value, replaces=name.startswith("eval/"))
 
     def take_event(self, record: dict[str, Any]) -> bool:
         """One line of events.jsonl; whether it is one."""

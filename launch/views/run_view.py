@@ -6,6 +6,7 @@ made from files. The live line, `top`, the dashboard and the report draw the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -119,7 +120,13 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         return {key.removeprefix(prefix): value for key, value in self.snapshot.items() if key.startswith(prefix)}
 
     def held_back(self) -> str:
-        return self.why or judge(self.shares(), Facts(gauges=self.snapshot)).sentence
+        return self.why or judge(self.shares(), self.facts).sentence
+
+    @property
+    def facts(self) -> Facts:
+        """For `why`, beside the shares."""
+        disk, paused = self.buffer.disk if self.buffer else "", self.status.paused if self.status else ""
+        return Facts(gauges=self.snapshot, disk=disk, paused=clean(paused))
 
     @property
     def warning(self) -> str:
@@ -259,7 +266,8 @@ def notice_text(view: RunView) -> str:
 
 
 def fact_lines(view: RunView) -> list[tuple[str, str]]:
-    rates = [("generated", view.rate("rollout/tokens_per_s")), ("trained", view.rate("train/tokens_per_s"))]
+    trained = view.metrics.get("train/num_loss_tokens", 0.0) / (view.step_s or math.inf)
+    rates = [("generated", view.rate("rollout/tokens_per_s")), ("trained", trained or None)]
     speeds = [f"{what} {short(rate)} tokens/s" for what, rate in rates if rate is not None]
     lines = [
         ("step", _step_line(view)),
@@ -291,8 +299,6 @@ def _step_line(view: RunView) -> str:
         parts.append(f"{duration(view.step_s)} a step")
         if view.phase == "running" and view.num_steps:
             parts.append(f"{duration(max(0, view.num_steps - view.version) * view.step_s)} to go")
-    if view.status.paused:
-        parts.append(f"paused: {clean(view.status.paused)}")
     if view.status.error or view.note:
         parts.append(clean(view.status.error or view.note))
     return "   ".join(parts)

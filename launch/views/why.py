@@ -97,6 +97,8 @@ class Facts:
     """Actor -> metric -> value."""
     disk: str = ""
     """Why the ledger cannot be written just now, and what to do."""
+    paused: str = ""
+    """By whom the run is paused just now."""
 
     @property
     def engines_are_full(self) -> bool:
@@ -133,11 +135,10 @@ def slowest(under_way: Sequence[RolloutNow]) -> tuple[RolloutNow, ...]:
 def describe_rollout(now: RolloutNow) -> str:
     row = f"row {now.row}" + (f" of {clean(now.source.rpartition('/')[2])}" if now.source else "")
     name = f"{now.actor}, {'held-out prompt' if now.is_held_out else 'group'} {now.group_id}.{now.index} ({row})"
-    activity = {"generate": "generates", "engine": "waits for the engine"}.get(
-        now.doing, f"waits for {clean(now.doing)}"
-    )
+    for_s, what = duration(now.since_s), f"{'the ' * (now.doing in ('engine', 'reward'))}{clean(now.doing)}"
+    activity = f"has generated for {for_s}" if now.doing == "generate" else f"has waited {for_s} for {what}"
     turn = f", at turn {now.turn}" if now.turn else ""
-    return f"{name}: {activity} since {duration(now.since_s)}{turn}"
+    return f"{name}: {activity}{turn}"
 
 
 def rollout_time(shares: Shares) -> dict[str, float]:
@@ -166,7 +167,7 @@ def explain(
     """`target`: an actor or a role that comes before the run. Raises ConfigError for one not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
     names = [name for name in shares if not target or _is_meant(name, target)]
-    actors = {name: without_start(shares[name]) for name in (sorted(names, key=name_order) if target else names)}
+    actors = {name: without_start(shares[name]) for name in sorted(names, key=name_order)}
     if target:
         if not actors:
             raise ConfigError(f"no actor of this run is called {target!r}", remedy=suggest(target, shares))
@@ -192,6 +193,11 @@ def explain_run(run: RunFiles, target: str = "") -> Reason:
 
 
 def judge(shares: Shares, facts: Facts) -> Reason:
+    if facts.disk:
+        cause, _, remedy = facts.disk.partition(" -- ")
+        return Reason(bound="disk", sentence=f"the run waits for a disk: {cause}", remedy=remedy, share=1.0)
+    if facts.paused:
+        return _verdict("paused", f"the run is paused: {facts.paused}", 1.0)
     reason = _bottleneck(shares, facts)
     role = "trainer" if reason.bound in ("training", "none") else "rollout"
     actors = {name: kinds for name, kinds in shares.items() if _role(name) == role}
@@ -200,14 +206,11 @@ def judge(shares: Shares, facts: Facts) -> Reason:
     if reason.bound not in _CROWDED_TOO or runnable < len(actors) / 2 or cpu["waited"] < NOTABLE * runnable:
         return reason
     waits = f"{_verb(_subject(actors, role), 'wait')} for a processor {percent(cpu['waited'] / runnable)}"
-    sentence = f"{reason.sentence}; {waits} of the time in which its threads could run"
+    sentence = f"{reason.sentence}; {waits} of the time in which threads could run"
     return msgspec.structs.replace(reason, sentence=sentence, remedy=_CROWDED + _CROWDED_TOO[reason.bound])
 
 
 def _bottleneck(shares: Shares, facts: Facts) -> Reason:
-    if facts.disk:
-        cause, _, remedy = facts.disk.partition(" -- ")
-        return Reason(bound="disk", sentence=f"the run waits for a disk: {cause}", remedy=remedy, share=1.0)
     leader = leader_of(shares)
     rollouts = {name: without_start(kinds) for name, kinds in shares.items() if _role(name) == "rollout"}
     rollouts = {name: kinds for name, kinds in rollouts.items() if kinds}

@@ -54,7 +54,7 @@ const CHARTS = [
   { title: "Groups without spread of rewards", page: "learning", fromZero: true, lines: [["groups", "reward/zero_std_groups"]] },
   { title: "Learning rate", page: "learning", fromZero: true, lines: [["lr", "train/lr"], ["critic", "train/critic_lr"]] },
   { title: "Lag of the trained groups (versions)", page: "learning", fromZero: true, hasBound: true, lines: [["largest", "lag/max"], ["mean", "lag/mean"], ["smallest", "lag/min"]] },
-  { title: "Tokens per second", page: "speed", fromZero: true, lines: [["generated", "rollout/tokens_per_s"], ["trained", "train/tokens_per_s"]] },
+  { title: "Tokens per second", page: "speed", fromZero: true, lines: [["generated", "rollout/tokens_per_s"], ["in training, with prompts", "train/tokens_per_s"]] },
   { title: "Seconds per step", page: "speed", fromZero: true, lines: [["training", "train/step_s"], ["publishing weights", "weights/publish_s"], ["adopting weights", "weights/adopt_s"]] },
   { title: "Requests in the engines", page: "speed", fromZero: true, lines: [["running", "rollout/running"], ["waiting", "rollout/waiting"]] },
   { title: "Groups in the buffer", page: "speed", fromZero: true, lines: [["under way", "buffer/under_way"], ["dispatched", "buffer/dispatched"], ["requeued", "buffer/requeued"], ["ready", "buffer/ready"], ["claimed", "buffer/claimed"]] },

@@ -148,8 +148,10 @@ def test_every_json_is_one_line_of_json(
 ):
     monkeypatch.chdir(live.job.folder)
     assert main([*words.split(), "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    out, said = capsys.readouterr()
+    (line,) = out.splitlines()
     json.loads(line)
+    assert len(said.splitlines()) == 1, "which run it is, once"
 
 
 def test_the_launcher_serves_the_dashboard_which_only_shows(live: Live):

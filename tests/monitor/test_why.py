@@ -248,12 +248,11 @@ def test_why_tells_what_rollouts_wait_for_and_names_the_slowest() -> None:
     assert "2 rollout actors wait for tool search 70 %" in reason.sentence
     assert list(reason.rollouts.items()) == [("tool", 0.6), ("generate", 0.2), ("engine", 0.2)]
     (slowest,) = reason.under_way
-    assert (
-        describe_rollout(slowest) == "rollout/1, held-out prompt 4.1 (row 7 of a.jsonl): waits for agent since 12.5 s"
-    )
+    text = "rollout/1, held-out prompt 4.1 (row 7 of a.jsonl): has waited 12.5 s for agent"
+    assert describe_rollout(slowest) == text
     of_one = explain(WAITING, Facts(), target="rollout/0", under_way=under_way)
     assert [one.doing for one in of_one.under_way] == ["tool search", "generate"], "what generates comes last"
-    assert describe_rollout(of_one.under_way[0]).endswith("waits for tool search since 3 s, at turn 3")
+    assert describe_rollout(of_one.under_way[0]).endswith("has waited 3 s for tool search, at turn 3")
     assert of_one.rollouts == {"tool": 0.75, "generate": 0.25}
 
 

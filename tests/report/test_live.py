@@ -17,12 +17,11 @@ from myxa.launch.views.run_view import RunView, notice_text, plain_line
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
         "reward/mean": 0.81, "reward/std": 0.3, "reward/zero_std_groups": 4, "lag/max": 2, "lag/mean": 1.2,
-        "train/loss": 0.0123, "train/grad_norm": 0.7,
+        "train/loss": 0.0123, "train/grad_norm": 0.7, "train/num_loss_tokens": 5000,
     },
     "rollout/0": {"rollout/tokens_per_s": 1400, "rollout/running": 34, "rollout/waiting": 2},
     "rollout/1": {"rollout/tokens_per_s": 1200},
     "rollout/2": {"rollout/tokens_per_s": 9e9},
-    "trainer/0": {"train/tokens_per_s": 2500},
     "age_s": {"rollout/0": 0.3, "rollout/1": 0.5, "rollout/2": 99.0, "trainer/0": 1.0},
     "time/trainer/0": {"compute": 0.38, "wait-data": 0.62, "wait-data/claim": 0.62},
     "time/rollout/0": {"compute": 0.97, "wait-weights": 0.03},
@@ -61,6 +60,12 @@ def test_a_sink_that_is_off_is_told() -> None:
     assert "sinks" not in notice_text(state()) + plain_line(state())
 
 
+def test_a_run_that_is_paused_now_is_not_judged_by_the_minute_before() -> None:
+    view = state(status=RunStatus(name="sort", phase="running", version=47, num_steps=60, paused="by root"))
+    assert plain_line(view).count("paused: by root") == 1
+    assert "bottleneck" not in drawn(view) and "the run is paused: by root" in drawn(view)
+
+
 def test_the_table_says_what_is_asked_first() -> None:
     text = drawn(state())
     for needed in (
@@ -69,7 +74,7 @@ def test_the_table_says_what_is_asked_first() -> None:
         "loss 0.0123   grad 0.7",
         "max 2   mean 1.2   bound 2 (pace)",
         "slots 49 of 96   dispatched 12   ready 5",
-        "generated 2600 tokens/s   trained 2500 tokens/s",  # rollout/2 was not heard of for 99 s
+        "generated 2600 tokens/s   trained 2500 tokens/s",  # rollout/2 was not heard of for 99 s; 5000 in steps of 2 s
         "drawn 80   trained 40   dropped 3 (zero-variance 3)",
         "rollout/0   v46   1     34     2       1400",
         "wait-data 62 %  compute 38 %",

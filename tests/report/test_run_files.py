@@ -47,6 +47,8 @@ def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
     assert [(p.x, p.mean) for p in series.points] == [*((s, 1.0) for s in range(5)), (5, 2.0), (6, 1.0), (7, 1.0)]
     series.put(7, 0.0, 3.0)
     assert series.newest.mean == 2.0, "several engines report one step: their mean"
+    series.put(7, 0.0, 5.0, replaces=True)
+    assert (series.newest.x, series.newest.mean) == (7, 5.0), "a version that is evaluated again"
 
 
 def test_gauges_of_several_sources_are_summed_however_long_the_run(tmp_path: Path) -> None:

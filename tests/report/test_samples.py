@@ -254,6 +254,7 @@ def test_f4_verbs_that_show_answer_of_a_run_that_is_over_from_its_files(
     assert f"run sort-1 in {run_dir} is over: this is from its files" in said
     held_out = json.loads(myxa("samples", "--eval", "--json", *named)[0])
     assert [g["outcome"] for g in held_out["groups"]] == ["held-out"]
+    assert "no group of set '2'" in myxa("samples", "--eval", "2", *named)[0]
     why = json.loads(myxa("why", "--json", *named)[0])
     assert why["bound"] == "training"
     of_one = json.loads(myxa("why", "trainer/0", "--json", *named)[0])

@@ -67,8 +67,9 @@ async def test_every_page_is_drawn_and_follows_the_run(planting, seat, page) -> 
         await page.says("#actors", "rollout/2")
         await page.says("#engines", "v119")
         await page.says("#rollout-time", "their time: tool 67 % \u00b7 generate 33 %")
-        await page.says("#rollouts li", "rollout/0, group 41.3 (row 17 of gsm.jsonl): waits for tool <script>")
-        await page.says("#rollouts li", "since 1 min 15 s, at turn 2")
+        waits = "rollout/0, group 41.3 (row 17 of gsm.jsonl): has waited 1 min 15 s for tool <script>"
+        await page.says("#rollouts li", waits)
+        await page.says("#rollouts li", ", at turn 2")
         await page.until("document.querySelectorAll('#charts-overview canvas').length >= 2", "the charts in view")
         bars = "[...document.querySelectorAll('#lags .num')].reduce((sum, node) => sum + Number(node.textContent), 0)"
         await page.until(f"{bars} === 384", "the groups of all steps by lag")
