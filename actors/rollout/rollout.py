@@ -50,7 +50,7 @@ from ...core.messages import (
     WeightManifest,
 )
 from ...core.protocols import Engine, TellsLoading, Tokenizer, WeightRebuilder
-from ...core.samples import NO_VERSION, Group, Sample
+from ...core.samples import NO_VERSION, Group, Prompt, Sample
 from ...core.timeouts import TIMEOUTS
 from ...core.weight_channel import WeightProgress
 from ..contracts import BufferContract, CoordinatorContract, GatewayContract, RolloutContract
@@ -552,7 +552,7 @@ class Rollout(OwnsKnobs, RolloutContract):
         except MyxaError as err:
             if isinstance(err, CallError):
                 raise
-            await self._drop(assignment, err)
+            await self._drop(assignment.prompt, assignment.attempt, err)
         else:
             if text := self._judges.too_many_errors:  # of samples that were masked
                 raise UserCodeError(text, remedy="mend the judge; reward.max_error_rate says what a run bears")
@@ -631,14 +631,19 @@ class Rollout(OwnsKnobs, RolloutContract):
             try:
                 await put(*groups)
             except MessageTooLarge:
-                if len(groups) < 2:
-                    raise
-                for group in groups:
-                    await put(group)
+                for entry in groups:
+                    try:
+                        await put(entry)
+                    except MessageTooLarge as error:
+                        await self._drop(entry.group.prompt, entry.attempt, error)
 
     async def _give_back(self, assignment: Assignment, partial: Partial) -> None:
         returned = self._return_message(assignment, partial.samples, has_died=partial.cause is not None)
-        await self._ask(lambda: self._buffer.return_group(returned))
+        try:
+            await self._ask(lambda: self._buffer.return_group(returned))
+        except MessageTooLarge as error:
+            self.ctx.log.warning("group %d starts again from its prompt: %s", returned.group_id, error)
+            await self._ask(lambda: self._buffer.return_group(replace(returned, partial=())))
 
     def _return_message(
         self, assignment: Assignment, samples: tuple[Sample, ...], *, goes_on: bool = False, has_died: bool = False
@@ -656,14 +661,13 @@ class Rollout(OwnsKnobs, RolloutContract):
             "group-broken", f"group {assignment.prompt.group_id} continues elsewhere with {num_tokens} tokens: {cause}"
         )
 
-    async def _drop(self, assignment: Assignment, err: MyxaError) -> None:
+    async def _drop(self, prompt: Prompt, attempt: int, err: MyxaError) -> None:
         """A group that failed. Raises UserCodeError or what the budget raises when too many did."""
         self.counts["num_errors"] += 1
-        prompt = assignment.prompt
         self.ctx.log.error("group %d (row %d) dropped: %s", prompt.group_id, prompt.row, err)
         self._telemetry.event("group-dropped", f"group {prompt.group_id}: {err}")
         dropped = GroupDropped(
-            group_id=prompt.group_id, attempt=assignment.attempt, rollout=self.ctx.name, reason=drop_reason(err),
+            group_id=prompt.group_id, attempt=attempt, rollout=self.ctx.name, reason=drop_reason(err),
             detail=str(err)[:2000],
         )  # fmt: skip
         await self._ask(lambda: self._buffer.drop_group(dropped))

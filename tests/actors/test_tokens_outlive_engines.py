@@ -83,6 +83,33 @@ async def test_groups_that_finish_while_a_message_is_under_way_go_together_each_
     assert [row.group_id for row, _ in finished(tmp_path)[:4]] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("method", ["put_groups", "return_group"])
+async def test_a_group_beyond_a_message_costs_that_group_or_its_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    done = getattr(Buffer, method)
+
+    async def limited(self: Buffer, message: Any, *more: str) -> Any:
+        is_large = bool(message.partial) if method == "return_group" else any(m.group.group_id == 1 for m in message)
+        if is_large:
+            raise MessageTooLarge("too large")
+        return await done(self, message, *more)
+
+    monkeypatch.setattr(Buffer, method, limited)
+    async with data_floor(tmp_path) as floor:
+        engine = await floor.add(engine=breaking(GateEngine(), times=method == "return_group"), max_groups=2)
+        await until(lambda: engine.open == 4, "two groups")
+        engine.gate.set()
+        await floor.until_states(lambda states: states.get("READY", 0) >= 3, "others are ready")
+        dropped = (await floor.buffer.stats()).dropped
+        assert not floor.node.failed.done()
+    ready = {row.group_id: row.attempt for row, _ in finished(tmp_path)}
+    if method == "put_groups":
+        assert dropped == {"workflow-error": 1} and ready.keys() >= {0, 2, 3}
+    else:
+        assert not dropped and sorted((ready[0], ready[1])) == [1, 2]
+
+
 async def test_a_group_whose_stream_broke_goes_on_with_all_its_members_tokens(tmp_path: Path) -> None:
     """One stream of two breaks: the group is handed back whole, drawn again and finished; the engine is kept."""
     async with data_floor(tmp_path) as floor:

@@ -49,7 +49,8 @@ class FrameLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Body of an envelope on the control lane. Senders put everything larger than `bulk_from` on the other lane."""
     body: int = 64 << 20
     """Of an envelope on the bulk lane: groups and plans of thousands of samples are megabytes without arrays."""
-    message: int = 1 << 30
+    message: int = 900 << 20
+    """A group's bytes fit one value of SQLite (1e9), too."""
     batch: int = 32
     """Envelopes in one message; they are taken in together."""
     arrays: int = 1 << 16
