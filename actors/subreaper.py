@@ -4,11 +4,12 @@
 
     actor ── subreaper ── worker with user code, or inference server ── what it starts, in whatever session
 
-Orphans of the program become the subreaper's children. It ends when the program ended, on SIGTERM, or when the actor
-died (then after `grace` seconds): it kills the program and every descendant, and then ends as the program did. On
-SIGINT the program gets SIGTERM. If the subreaper itself is killed with SIGKILL, the kernel ends the program too, but
-not what that started. A program that begins with `:` is a module of this package, whose `main` is called: a worker,
-whose scratch folders (`core/files.py`) are removed at the end.
+Orphans of the program become the subreaper's children. It ends when the program ended, on the actor's SIGTERM, or when
+the actor died (then after `grace` seconds): it kills the program and every descendant, and then ends as the program
+did. On the actor's SIGINT the program gets SIGTERM. If the subreaper itself is killed with SIGKILL, the kernel ends the
+program too, but not what that started. A program that begins with `:` is a module of this package, whose `main` is
+called: a worker, whose scratch folders (`core/files.py`) are removed at the end. Slurm may send SIGTERM to every
+process of a job, which is the launcher's to act on: from others than the actor it does nothing here or in a worker.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ def keep(parent_pid: int, grace_s: float, tidy: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
         die_with_parent(subreaper)
         return
-    status = _until_end(worker, grace_s)
+    status = _until_end(worker, parent_pid, grace_s)
     _end_all(subreaper)
     tidy()
     _end_like(status)
 
 
-def _until_end(worker: int, grace_s: float) -> int:
+def _until_end(worker: int, actor: int, grace_s: float) -> int:
     """The worker's wait status; as if it was killed when the subreaper had to end."""
     until_s = math.inf
     while True:
@@ -70,21 +71,24 @@ def _until_end(worker: int, grace_s: float) -> int:
             return int(signal.SIGKILL)
         if info.si_signo == _ORPHANED:
             until_s = min(until_s, time.monotonic() + grace_s)
-            continue
-        if info.si_signo == signal.SIGINT:
-            os.kill(worker, signal.SIGTERM)
-            continue
-        if info.si_signo != signal.SIGCHLD:
-            return int(signal.SIGKILL)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return 0
-            if pid == worker:
+        elif info.si_signo == signal.SIGCHLD:
+            if (status := _reaped(worker)) is not None:
                 return status
-            if pid == 0:
-                break
+        elif info.si_pid == actor:
+            if info.si_signo == signal.SIGTERM:
+                return int(signal.SIGKILL)
+            os.kill(worker, signal.SIGTERM)
+
+
+def _reaped(worker: int) -> int | None:
+    """Its wait status, where it is among the children that have ended."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == worker:
+                return ended[1]
+    except ChildProcessError:
+        return 0
+    return None
 
 
 def _end_all(subreaper: int) -> None:
@@ -130,6 +134,14 @@ def _end_like(status: int) -> None:
 def run(program: list[str]) -> None:
     """In the child."""
     if program[0].startswith(":"):
+        worker = os.getpid()
+
+        def pass_by(number: int, _: object) -> None:
+            if os.getpid() != worker:  # a process that user code has forked ends as others do
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        signal.signal(signal.SIGTERM, pass_by)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         importlib.import_module(program[0][1:]).main()

@@ -113,6 +113,18 @@ async def test_a_worker_that_ends_is_killed_or_writes_nonsense_costs_its_call_an
             assert (await made.score(answer("fine"))).value == 1.0
 
 
+async def test_what_a_scheduler_sends_to_every_process_ends_neither_worker_nor_keeper(code: str) -> None:
+    async with rewarder(code) as made:
+        await made.score(answer("fine"))
+        (pid,) = made.worker_pids
+        everyone = [str(psutil.Process(pid).ppid()), str(pid)]
+        for words in (["-TERM", *everyone], ["-INT", everyone[0]]):
+            await (await asyncio.create_subprocess_exec("kill", *words)).wait()
+            await asyncio.sleep(0.2)
+        assert (await made.score(answer("fine"))).value == 1.0
+        assert made.worker_pids == (pid,)
+
+
 async def test_a_call_that_hangs_or_ends_its_worker_takes_its_tools_along(code: str, tmp_path: Path) -> None:
     async with rewarder(code, timeout_s=1.5) as made:
         for then in ("hang", "exit"):
