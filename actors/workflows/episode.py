@@ -443,8 +443,8 @@ class Episode:
         is_seeded = self._model.sampling.seed is not None
         if is_seeded:
             start, limit = NOTHING, limit + len(start.output_ids)
-        segment, remaining, num_idle = start, limit, 0
-        while remaining > 0:
+        segment, num_idle = start, 0
+        while (remaining := limit + len(start.output_ids) - len(segment.output_ids)) > 0:
             before = start if is_seeded else segment
             segment, finish = await self._ask(before, params, limit if is_seeded else remaining)
             if finish != "abort":
@@ -455,12 +455,9 @@ class Episode:
                 raise Interrupted(self.so_far())
             num_idle = num_idle + 1 if len(segment.output_ids) == len(before.output_ids) else 0
             if num_idle == MAX_IDLE_ABORTS:
-                problem = (
-                    f"the engine aborted a turn of row {self._prompt.row} {num_idle} times without a token between"
-                )
-                raise EngineError(problem, remedy="see its log: does a policy of the server, or another client, abort?")
+                cause = f"the engine aborted a turn of row {self._prompt.row} {num_idle} times without a token between"
+                raise EngineError(cause, remedy="see its log: does a policy of the server, or another client, abort?")
             await asyncio.sleep(max(num_idle - 1, 0) * ABORT_PAUSE_S)  # the first may be of a swap of weights
-            remaining = limit + len(start.output_ids) - len(segment.output_ids)
         return self._close_turn(segment, "length")
 
     def waits_for(self, kind: WaitKind, name: str = "") -> AbstractContextManager[None]:
