@@ -29,8 +29,9 @@ DEMO_EXTRAS := cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # PYTHON's own pip, if there is one, brings uv: to make another takes longer than all that uv installs.
 FIRST_PIP := $(PYTHON) -m pip --disable-pip-version-check --no-input
-# Bytecode of all that the tests import, but of transformers' models, on all cores.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/' $(VENV)/lib
+# Bytecode of what the tests import, on all cores: each of their processes would compile it by itself.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|tests|testing|pip|networkx)/' $(VENV)/lib; \
+  $(BIN)/python -m compileall -qq -j 0 -x '/test_' core transport memory algos actors launch tests
 TESTS ?= tests
 SGLANG ?= 0.5.23
 SGLANG_VENV := .sglang-venv-$(SGLANG)

@@ -38,7 +38,8 @@ def built(
     timeout_s: float,
     remedy: str,
 ) -> Path:
-    """Path of the library made of `source`; compiles unless this was done with equal source, arguments and `facts`.
+    """Path of the library made of `source`; compiles unless this was done with equal source, options and `facts`. These
+    say what lies in the folders that `arguments` name: environments with the same torch share what one of them built.
     `cache_dir` None: `.cache/myxa/native` in the user's home. Raises MemoryFault naming the compilers that were
     looked for, with what the compiler said, or when another process keeps the lock for twice `timeout_s`."""
     compiler = find_compiler(compilers)
@@ -46,7 +47,7 @@ def built(
         looked = ", ".join(compilers)
         raise MemoryFault(f"{source.name} must be compiled, and none of {looked} is on the PATH", remedy=remedy)
     facts = (*facts, platform.machine(), *platform.libc_ver())
-    parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if word != str(source)))
+    parts = (source.read_bytes(), *(word.encode() for word in (*arguments, *facts) if os.sep not in word))
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     needed = "set HOME to a folder that can be written to"
     with raised_as(MemoryFault, f"{source.name} has no folder to be compiled into", RuntimeError, remedy=needed):

@@ -27,7 +27,12 @@ from hypothesis import HealthCheck, settings
 from tests.harness.commands import KEPT, close_servers, left_processes
 from tests.harness.own_segments import own_segments
 from tests.harness.pending_tasks import pending_tasks
-from tests.harness.workers import pytest_addoption, pytest_collection, pytest_runtestloop  # noqa: F401  # its hooks
+from tests.harness.workers import (  # noqa: F401  # its hooks
+    pytest_addoption,
+    pytest_collection,
+    pytest_collection_finish,
+    pytest_runtestloop,
+)
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0

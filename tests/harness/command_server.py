@@ -141,6 +141,7 @@ def become_a_command(tests: socket.socket) -> Request | None:
 def main() -> None:
     tests = socket.socket(fileno=int(sys.argv[1]))
     tests.set_inheritable(False)
+    gc.disable()
     for module in MODULES:
         importlib.import_module(module)
     if not Path("/dev/nvidiactl").exists():  # to look for devices is nothing that a fork survives
@@ -157,6 +158,7 @@ def main() -> None:
         sys.exit(f"no command can be forked: {problem}")
     gc.collect()
     gc.freeze()
+    gc.enable()
     request = become_a_command(tests)
     if request is None:
         return

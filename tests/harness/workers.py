@@ -211,6 +211,7 @@ class Crew:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Servers that the whole suite needs import while this process does; and what most workers would import."""
+    gc.disable()  # each collection would look through all that is imported
     if session.config.getoption("workers") and TESTS in (Path(path).resolve() for path in session.config.args):
         for server in (commands.COMMANDS, commands.MEGATRON):
             commands.begin(server)
@@ -219,12 +220,18 @@ def pytest_collection(session: pytest.Session) -> None:
                 importlib.import_module(name)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of a test looks through thousands of modules' objects."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     num_workers = session.config.getoption("workers")
     if not num_workers or session.testsfailed or session.config.option.collectonly:
         return None
-    gc.collect()
-    gc.freeze()  # a collection by a worker would write to every page that it shares
     Crew(session, num_workers).run()
     return True

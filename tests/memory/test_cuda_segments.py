@@ -240,9 +240,9 @@ def test_slots_run_out_and_come_back(table: SegmentTable):
     assert register.take(table) == taken[5]
 
 
-def compile_seven(source: Path, cache_dir: Path | None, *compilers: str) -> Path:
+def compile_seven(source: Path, cache_dir: Path | None, *compilers: str, headers: object = "/include") -> Path:
     return native.built(
-        source, compilers or ("gcc",), ["-shared", "-fPIC", str(source)],
+        source, compilers or ("gcc",), ["-shared", "-fPIC", f"-I{headers}", str(source)],
         facts=("here",), cache_dir=cache_dir, timeout_s=30.0, remedy="see the compiler",
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_a_source_is_compiled_once_whoever_asks(seven: Path, tmp_path: Path, mon
     compile_it = native._compile
     monkeypatch.setattr(native, "_compile", lambda *a: (calls.append("one"), compile_it(*a)))
     with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(compile_seven, seven, tmp_path / "c") for _ in range(4)]
+        asked = [threads.submit(compile_seven, seven, tmp_path / "c", headers=tmp_path / f"venv{n}") for n in range(4)]
         paths = {done.result(timeout=60) for done in asked}
     assert len(paths) == len(calls) == 1
     assert ctypes.CDLL(str(paths.pop())).seven() == 7
