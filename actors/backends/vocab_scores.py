@@ -43,9 +43,9 @@ _log = logging.getLogger("myxa.backends")
 
 
 def fused(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor of rows; sizes may change call by
-    call. What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true error comes
-    from that too."""
+    """`fn` compiled for tensors on a GPU. It is pure, its first argument is a tensor of rows, whose number may change
+    call by call. What cannot be compiled, now or for a later kind of arguments, runs as it is from then on; a true
+    error comes from that too."""
     compiled: list[Callable[P, R]] = []
 
     @functools.wraps(fn)
@@ -53,9 +53,12 @@ def fused(fn: Callable[P, R]) -> Callable[P, R]:
         rows = cast(Tensor, args[0])
         if not rows.is_cuda or rows.shape[0] < 2:  # Dynamo compiles once more for no row, and for one
             return fn(*args, **kwargs)
+        dynamo: Any = import_module("torch._dynamo")
+        for tensor in args:
+            if isinstance(tensor, Tensor) and tensor.dim() > 1:
+                dynamo.mark_static(tensor, list(range(1, tensor.dim())))  # loops over columns have a known length
         if not compiled:
-            limits: Any = import_module("torch._dynamo.config")
-            limits.recompile_limit = max(limits.recompile_limit, MAX_KINDS)
+            dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_KINDS)
             compiled.append(cast("Callable[P, R]", cast(Any, torch).compile(fn, dynamic=True, fullgraph=True)))
         try:
             return compiled[0](*args, **kwargs)

@@ -235,45 +235,11 @@ def anew(function: Any) -> Any:
     return FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__)
 
 
-def rows_vary(function: Any) -> Any:
-    """A function of `fused` compiled so that only the number of rows may change: inner loops of known length, and no
-    division by a number that comes with the call for each element."""
-    plain = anew(function)
-    compiled = cast(Any, torch).compile(plain, dynamic=True, fullgraph=True)
-
-    def run(*args: Any) -> Any:
-        if not args[0].is_cuda:
-            return plain(*args)
-        for each in args:
-            if isinstance(each, Tensor) and each.dim() > 1:
-                torch._dynamo.mark_static(each, list(range(1, each.dim())))
-        return compiled(*args)
-
-    return run
-
-
-def cast_once(self: parallel.Replica, layouts: Sequence[Any]) -> list[Any]:
-    """A log-prob pass in which weights are cast once, not once for each pack."""
-    exact = {id(p) for part in self.module.exact_parts() for p in part.parameters()}
-    masters = [(p, p.data) for p in self.module.parameters() if id(p) not in exact]
-    with torch.no_grad():
-        for parameter, master in masters:
-            parameter.data = master.to(self.module.dtype)
-        try:
-            return [self.module(layout) for layout in layouts]
-        finally:
-            for parameter, master in masters:
-                parameter.data = master
-
-
 Patches = list[tuple[Any, str, Any]]
 
 
-def variants_of(backend: str, *, is_large: bool) -> dict[str, Patches]:
-    """By name; a later one holds earlier ones, where it says so. Of a large model the one that matters."""
-    no_cache: Patches = [(inductor_config, "force_disable_caches", True)]
-    names = ("_measured", "_turn_to_gradient")
-    head: Patches = [(vocab_scores, name, rows_vary(getattr(vocab_scores, name))) for name in names]
+def variants_of(backend: str) -> dict[str, Patches]:
+    """By name; a later one holds earlier ones, where it says so."""
     if backend == "megatron":
         from myxa.actors.backends.megatron import attention, schedule
 
@@ -282,21 +248,11 @@ def variants_of(backend: str, *, is_large: bool) -> dict[str, Patches]:
 
         kept = (schedule, "score_rows", partial(vocab_scores.score_rows, keeps_logits=True))
         norms = (attention.MegatronRMSNorm, "forward", normed)
-        return {
-            "logits kept": [kept],
-            "and norms of the stream compiled": [kept, norms],
-            "and head compiled for its vocabulary": [kept, norms, *head, *no_cache],
-        }
-    both: Patches = [*head, (parallel.Replica, "score", cast_once), *no_cache]
-    if is_large:
-        return {"head compiled for its vocabulary, weights cast once for a log-prob pass": both}
-    whole = [(vocab_scores, name) for name in names] + [(model, "_before_attention"), (model, "_after_attention")]
+        return {"logits kept": [kept], "and norms of the stream compiled": [kept, norms]}
+    whole = [(vocab_scores, name) for name in ("_measured", "_turn_to_gradient")]
+    whole += [(model, "_before_attention"), (model, "_after_attention")]
     again: Patches = [(owner, name, vocab_scores.fused(anew(getattr(owner, name)))) for owner, name in whole]
-    return {
-        "head compiled for its vocabulary": [*head, *no_cache],
-        "and weights cast once for a log-prob pass": both,
-        "all compiled anew, at this size": [*again, *no_cache],
-    }
+    return {"all compiled anew, at this size": [*again, (inductor_config, "force_disable_caches", True)]}
 
 
 @vocab_scores.fused

@@ -287,7 +287,7 @@ def profile_rank(options: argparse.Namespace, backend: Any, gauge: Gauge, layout
             f"- largest difference of a log-prob between the log-prob pass and the training pass: {difference:g}"
         )
         del live_M
-    variants = told.variants_of(options.backend, is_large=config.hidden_size > 1024)
+    variants = told.variants_of(options.backend)
     told.run(work, options.folder / "trace.json", variants)
     if not work.is_over():
         told.tell_attention(report, gauge, config, options.per_pack, options.length, options.device)
