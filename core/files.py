@@ -88,18 +88,19 @@ def locked_folder(folder: Path, timeout_s: float) -> Generator[bool]:
         os.close(descriptor)
 
 
-SCRATCH = "myxa-scratch-"
+SCRATCH = "myxa-tmp-"
 """How the names of temporary folders begin that go with the process that has locked them."""
 _SWEEP_S = 10.0
 
 
 @contextmanager
-def locked_scratch(purpose: str) -> Generator[tempfile.TemporaryDirectory[str]]:
+def locked_scratch(purpose: str, base: str | None = None) -> Generator[tempfile.TemporaryDirectory[str]]:
     """A temporary folder with `purpose` in its name, removed at the end; by `remove_dead_scratch` if this process is
-    killed. Raises OSError."""
+    killed. `base`: where; None: TMPDIR. Raises OSError."""
     with ExitStack() as stack:
         while True:
-            scratch = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{purpose}-", ignore_cleanup_errors=True)
+            prefix = f"{SCRATCH}{purpose}-"
+            scratch = tempfile.TemporaryDirectory(prefix=prefix, dir=base, ignore_cleanup_errors=True)
             stack.callback(scratch.cleanup)
             with suppress(FileNotFoundError):  # it was taken for a dead process's before it was locked
                 if stack.enter_context(locked_folder(Path(scratch.name), _SWEEP_S)) and Path(scratch.name).exists():
@@ -108,9 +109,9 @@ def locked_scratch(purpose: str) -> Generator[tempfile.TemporaryDirectory[str]]:
         yield scratch
 
 
-def remove_dead_scratch() -> None:
+def remove_dead_scratch(base: str | None = None) -> None:
     """Delete the scratch folders that no process has locked: theirs were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+    for path in Path(base or tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         with suppress(OSError):  # such as: another user's, or a file system without locks
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -124,7 +124,8 @@ def _run(arguments: list[str]) -> int:
         if unknown:
             raise ConfigError(mistaken_flag(parser, arguments, unknown))
         options.words, options.parser = arguments, parser
-        return _run_command(options)
+        status = options.run(options)
+        sys.stdout.flush()
     except MyxaError as error:
         return _tell(error, is_json=is_json)
     except ModuleNotFoundError as error:
@@ -139,11 +140,6 @@ def _run(arguments: list[str]) -> int:
     except OSError as error:
         disk_error = _of_a_file(error)
         return _tell(disk_error, is_json=is_json and not isinstance(disk_error, DiskRefused))
-
-
-def _run_command(options: argparse.Namespace) -> int:
-    status = options.run(options)
-    sys.stdout.flush()
     return status
 
 

@@ -72,17 +72,6 @@ class StartOrder(Record, frozen=True, kw_only=True):
     meeting: GangRendezvous | None = None
 
 
-class StartReply(Record, frozen=True, kw_only=True):
-    """What became of a `StartOrder`."""
-
-    pid: int = 0
-    """Of the process; 0: it could not be started."""
-    problem: str = ""
-    """Why not."""
-    status: int = 0
-    """With a problem: the exit status that it counts as. 2: another attempt would end the same way."""
-
-
 class LogRequest(Record, frozen=True, kw_only=True):
     """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
 
@@ -155,18 +144,15 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def start_actor(self, order: StartOrder) -> StartReply:
-        """Start a process. Whatever is in the way of it is in the reply."""
+    async def start_actor(self, order: StartOrder) -> int:
+        """Start a process; returns its id. Raises ConfigError where another attempt would end the same way, else
+        LaunchError."""
         raise NotImplementedError
 
     @call(deadline=120, reentrant=True)
-    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
-        """ORDERLY_END, and SIGKILL after `grace_s` (0: at once); answered when all have ended, or should have."""
-        raise NotImplementedError
-
-    @call(deadline=30, reentrant=True)
-    async def kill_hung(self, names: tuple[str, ...]) -> None:
-        """These do not react: have their stacks written into their logs, then SIGKILL."""
+    async def end_actors(self, names: tuple[str, ...], grace_s: float, is_hung: bool = False) -> None:
+        """ORDERLY_END, and SIGKILL after `grace_s` (0: at once); answered when all have ended, or should have.
+        `is_hung`: these do not react; have their stacks written into their logs, then SIGKILL."""
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)

@@ -45,7 +45,7 @@ async def attach_to(place: RunDir, timeout_s: float) -> Node:
             remedy="start one with `myxa up` and name the run directory that it prints; this one is over or is none",
         )
     record = Rendezvous.load(place.rdzv)
-    if not Path(record.socket_dir).is_dir():
+    if not (place.is_held and Path(record.socket_dir).is_dir()):
         raise LaunchError(
             f"the run in {place.path} is over, or runs on another host",
             remedy="its launcher is gone from here; do this on the host on which `myxa up` runs",
@@ -181,8 +181,8 @@ class EmbeddedRollout:
                     return end
 
     def _is_launcher_gone(self) -> bool:
-        """A launcher that ends removes its record; of one that was killed at least the sockets' folder goes."""
-        return not (self._run_dir.rdzv.exists() and Path(self.node.rendezvous.socket_dir).is_dir())
+        """A launcher that ends removes its record, and no longer holds the run directory, even if it was killed."""
+        return not (self._run_dir.rdzv.exists() and self._run_dir.is_held)
 
     async def _hand_back(self) -> None:
         try:

@@ -23,7 +23,6 @@ class Gpu:
     name: str
     num_bytes: int
     """Of the whole device."""
-    used_bytes: int = 0
     uuid: str = ""
 
 
@@ -61,7 +60,7 @@ def _gpu(nvml: Any, number: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
-    return Gpu(name, int(memory.total), int(memory.used), uuid)
+    return Gpu(name, int(memory.total), uuid)
 
 
 def nearest_folder(folder: str) -> Path:

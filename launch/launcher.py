@@ -23,7 +23,6 @@ import uvloop
 from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
-from ..actors.hub import fetched
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.daemon_thread import in_daemon_thread
@@ -37,7 +36,7 @@ from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
 from .nodes.agent import Agent, AgentOptions
 from .nodes.follower import follow
-from .nodes.launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, with_start
+from .nodes.launch_options import LaunchOptions, agent_options, facts_of, fork_server_of, made_ready, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .run_dir import RunDir
@@ -46,8 +45,9 @@ from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen
 from .stop_signals import stop_signals
+from .supervisor.membership import Membership
 from .supervisor.placement import place as place_actors
-from .supervisor.run_supervisor import RunSetup, RunSupervisor
+from .supervisor.run_supervisor import RunSupervisor
 from .views.live import lasting
 from .waiting import Waiting
 
@@ -116,22 +116,16 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
         from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
 
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
-            text, frozen, run_dir = await _made_ready(config, actors, options, rendezvous, stack)
+            text, frozen, run_dir = await _prepared(config, actors, options, rendezvous, stack)
             config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
-                run_place = RunSetup(
-                    actors=actors,
-                    num_nodes=options.place.num_nodes,
-                    config=text,
-                    program=options.program,
-                    plan=RunDescription(
-                        run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
-                    ),
-                    run=config,
-                    max_nodes=options.place.max_nodes,
+                welcome = EnlistReply(config=text, program=options.program, actors=actors)
+                membership = Membership(options.place.num_nodes, welcome, config, options.place.max_nodes)
+                plan = RunDescription(
+                    run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
                 )
-                supervisor = RunSupervisor(run_place, jitter=random.Random().random, timeouts=options.timeouts)
+                supervisor = RunSupervisor(membership, plan, jitter=random.Random().random, timeouts=options.timeouts)
                 screen.say(f"run directory: {run_dir.path}")
                 if options.place.num_nodes > 1:
                     screen.say(f"waiting for {options.place.num_nodes} nodes at {rendezvous.endpoint}")
@@ -154,7 +148,7 @@ class _NotReady(SupervisorContract):
         return EnlistReply(reason=f"node 0 is not ready: {self._waiting.text}", is_early=True)
 
 
-async def _made_ready(
+async def _prepared(
     config: RunConfig,
     actors: Sequence[ActorSpec],
     options: LaunchOptions,
@@ -166,10 +160,7 @@ async def _made_ready(
     with Waiting("checking what the run needs", sys.stdout, is_quiet=options.is_quiet) as waiting:
         if not options.place.is_alone:
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
-        config = await in_daemon_thread(partial(fetched, config, say=waiting.say, doing=waiting.now), "hub")
-        waiting.now("checking what the run needs")
-        for text in await in_daemon_thread(partial(check_own, config, actors, options.program, 0), "checks"):
-            waiting.say(f"warning: {text}")
+        config = await made_ready(config, actors, options.program, 0, waiting)
         waiting.now("copying code, and making the rows of environments")
         if options.run_dir is not None:  # refuse before anything there is changed
             await in_daemon_thread(partial(freeze, config, options.run_dir.path), "freeze")
@@ -209,10 +200,7 @@ async def _conduct(
     await rendezvous.node.start(agent, name=agent_name(0))
     facts = partial(facts_of, options.place, rendezvous, supervisor.actors.specs)
     await supervisor.join(await in_daemon_thread(facts, "facts"))
-    lead = Lead(
-        supervisor, RunWatch(rendezvous.node, clock), clock=clock, timeouts=options.timeouts, show=screen.show,
-        say=screen.say, tell=screen.tell,
-    )  # fmt: skip
+    lead = Lead(supervisor, RunWatch(rendezvous.node, clock), screen, clock, options.timeouts)
 
     def on_request(reason: str, number: int) -> None:
         screen.say(f"{reason}: ending the run; a second signal ends it at once")

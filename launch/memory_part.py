@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -18,9 +18,6 @@ class Part:
     """The formula with its numbers."""
     owner: str = ""
     """Role of the process that holds it."""
-
-    def of(self, owner: str) -> Part:
-        return replace(self, owner=owner)
 
 
 def total(parts: Iterable[Part]) -> int:

@@ -22,9 +22,7 @@ _NODE_RANK = ("PET_NODE_RANK", "SLURM_PROCID", "SLURM_NODEID")
 _SIZES = {
     "WORLD_SIZE": "RANK", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"
 }  # fmt: skip
-_ENDPOINT = ("PET_RDZV_ENDPOINT",)
-_ADDRESS = ("PET_MASTER_ADDR",)
-_PORT = ("PET_MASTER_PORT",)
+_ENDPOINT, _ADDRESS, _PORT = "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "PET_MASTER_PORT"
 _HOST_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
@@ -129,13 +127,11 @@ def _number(names: tuple[str, ...], env: Mapping[str, str], default: int | None,
 
 
 def _scheduled_endpoint(env: Mapping[str, str], num_nodes: int) -> Endpoint:
-    for name in _ENDPOINT:
-        if env.get(name):
-            return parse_endpoint(env[name], where=name)
-    _, port = _number(_PORT, env, DEFAULT_PORT, "--rdzv")
-    for name in _ADDRESS:
-        if host := env.get(name, "").strip():
-            return parse_endpoint(f"{in_url(host.strip('[]'))}:{port}", where=name)
+    if endpoint := env.get(_ENDPOINT):
+        return parse_endpoint(endpoint, where=_ENDPOINT)
+    _, port = _number((_PORT,), env, DEFAULT_PORT, "--rdzv")
+    if host := env.get(_ADDRESS, "").strip():
+        return parse_endpoint(f"{in_url(host.strip('[]'))}:{port}", where=_ADDRESS)
     for name in _HOST_LIST:
         if env.get(name):
             return Endpoint(LOOPBACK if _is_on_one_host(env) else first_host(env[name]), port)
@@ -146,7 +142,7 @@ def _scheduled_endpoint(env: Mapping[str, str], num_nodes: int) -> Endpoint:
 
 def _is_on_one_host(env: Mapping[str, str]) -> bool:
     """Whether Slurm put all tasks of the step on one machine, whose name may mean its loopback address."""
-    return env.get("SLURM_STEP_NUM_NODES") == "1" and not any(env.get(name) for name in (*_ENDPOINT, *_ADDRESS))
+    return env.get("SLURM_STEP_NUM_NODES") == "1" and not (env.get(_ENDPOINT) or env.get(_ADDRESS))
 
 
 def first_host(host_list: str) -> str:

@@ -25,6 +25,7 @@ from ..core.config.servers import GroupKind, ServerShape
 from ..core.errors import ModelError
 from ..core.process import boot_id, parent_mark
 from ..core.protocols import Engine
+from ..core.weight_channel import SENT_CHANNELS
 from .actor_spec import ActorSpec
 from .composition.memory_parts import (
     lent_memory,
@@ -51,7 +52,6 @@ from .composition.rollout_parts import (
 from .composition.weight_channels import (
     choose_channel,
     commit_s,
-    is_between_devices,
     prepare_s,
     ranks_read,
     seen_by_servers,
@@ -183,17 +183,12 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     if "mlflow" in settings.sinks:
         os.environ.setdefault(MLFLOW_VARIABLE, "true")
     sinks = choose_sinks(settings)
-    written_s = _written_until(run_dir)
+    files = [path for name in ("metrics.jsonl", "events.jsonl") if (path := run_dir / name).exists()]
+    written_s = max((path.stat().st_mtime for path in files), default=0.0)  # by an earlier monitor
     return Monitor(
         run_dir, sinks, run_name=config.run.name, clock=clock, written_until_wall_s=written_s,
         settings=shown_settings(config),
     )  # fmt: skip
-
-
-def _written_until(run_dir: Path) -> float:
-    """When a monitor wrote into this run directory last, in seconds since 1970; 0: none did."""
-    files = [path for name in ("metrics.jsonl", "events.jsonl") if (path := run_dir / name).exists()]
-    return max((path.stat().st_mtime for path in files), default=0.0)
 
 
 Shown = str | int | float | bool
@@ -408,7 +403,7 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
         shard_of_rank,
     )
 
-    if is_between_devices(choose_channel(config)):  # before anybody looks at what NCCL can do here
+    if choose_channel(config) in SENT_CHANNELS:  # before anybody looks at what NCCL can do here
         for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     gang, comms = gang_comms(

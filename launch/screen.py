@@ -91,8 +91,7 @@ class Screen:
     def finish(self, ending: RunEnd, next_steps: Sequence[str]) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         self._tell_news()
-        run = self._read()
-        report = self._report(run) if run is not None else None
+        run, report = self._report()
         status = ending.status
         if status is not None:
             last = self._last
@@ -115,21 +114,16 @@ class Screen:
         else:
             self._console.print(Text(f"ended: {ending.reason}"), soft_wrap=True)
 
-    def _read(self) -> RunFiles | None:
+    def _report(self) -> tuple[RunFiles | None, Path | None]:
+        """What the run wrote, and the report that is made of it; None where this fails."""
+        run = None
         try:
             run = load_run(self._run_dir)
+            run.is_live = False
+            return run, write_page([run], self._run_dir / REPORT_FILE)
         except (MyxaError, OSError, ValueError) as error:
             self._console.print(Text(f"no report: {error}"), soft_wrap=True)
-            return None
-        run.is_live = False
-        return run
-
-    def _report(self, run: RunFiles) -> Path | None:
-        try:
-            return write_page([run], self._run_dir / REPORT_FILE)
-        except (MyxaError, OSError, ValueError) as error:
-            self._console.print(Text(f"no report: {error}"), soft_wrap=True)
-            return None
+            return run, None
 
 
 def _curves(run: RunFiles | None) -> dict[str, dict[int, float]]:

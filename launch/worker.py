@@ -35,6 +35,7 @@ from .contracts import process_name
 from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
 from .process_actor import LoopWatch, ProcessActor
+from .run_dir import RunDir
 from .stop_signals import SCHEDULERS
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
@@ -51,7 +52,7 @@ _log = logging.getLogger("myxa.worker")
 
 async def serve(spec: ProcessSpec) -> None:
     """Run the actor until it is asked to end. Raises what failed it."""
-    config = cached(load_config(spec.config_path))
+    config = cached(load_config(RunDir(Path(spec.run_dir)).config))
     build = cast("BuildActor", named_code(spec.program, PROGRAM))
     actor = build(spec.actor, config, Path(spec.run_dir))
     # Before this line the signals end the process at once, so that an import of torch delays no end.
@@ -115,12 +116,6 @@ def _lacking(error: ImportError) -> ConfigError:
     return ConfigError(f"{sys.executable} {cause}", remedy=remedy)
 
 
-def _write_stacks_when_lost() -> None:
-    """Into the log: where native code crashed, and, when the launcher asks (SIGQUIT), where the process hangs."""
-    faulthandler.enable(all_threads=False)
-    faulthandler.register(signal.SIGQUIT, all_threads=True)
-
-
 SWITCH_INTERVAL_S = 0.0005
 """An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of
 those waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host
@@ -148,7 +143,8 @@ def main() -> int:
     set_up_interpreter()
     raise_limit()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
-    _write_stacks_when_lost()
+    faulthandler.enable(all_threads=False)  # into the log, where native code crashed
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # by which the launcher asks where the process hangs
     try:
         spec = read_spec(path)
         die_with_parent(spec.launcher_pid)

@@ -24,10 +24,9 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     actor: ActorSpec
     launcher_pid: int
-    config_path: str
     run_dir: str
     socket_dir: str
-    rdzv_path: str
+    """With the rendezvous record."""
     key: str = ""
     """Key pair under which the process joins and speaks over tcp; the registry knows it. The job's key stays with the
     launchers."""

@@ -120,12 +120,15 @@ def leaks() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    from myxa.core.files import remove_dead_scratch
+
     gc.collect()
     gc.freeze()  # what is here stays: each collection by a test would look through thousands of modules' objects again
     before = leaks()
     yield
     deadline = time.monotonic() + PATIENCE_S
     while (left := leaks() - before) and time.monotonic() < deadline:
+        remove_dead_scratch()  # as the next launcher does after one that was killed
         gc.collect()
         time.sleep(0.05)
     assert not left, f"{request.node.name} left behind:\n" + "\n".join(sorted(left))

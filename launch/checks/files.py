@@ -76,8 +76,9 @@ from ...core.errors import (
     raised_as,
 )
 from ...core.samples import DEMONSTRATION_TURNS, PAIR, Message, Prompt
+from ...core.weight_channel import SENT_CHANNELS
 from ..composition.rollout_parts import eval_rewards
-from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
+from ..composition.weight_channels import choose_channel, held_fp8
 from ..run_lineage.resume_point import named_checkpoint
 from .check import CheckedRun, key_of, looked, warnings
 from .node import has_module
@@ -418,7 +419,7 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
     folder, channel = config.served_path, choose_channel(config)
-    block, is_sent = held_fp8(config, model), is_between_devices(channel)
+    block, is_sent = held_fp8(config, model), channel in SENT_CHANNELS
     served = config.weights.served_folder
     if not config.engine.attach:
         check_second_model("weights.served_folder", served, model)

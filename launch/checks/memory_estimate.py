@@ -21,9 +21,10 @@ from ...core.config import RunConfig
 from ...core.config.loading import Finding
 from ...core.errors import ConfigError, MyxaError
 from ...core.host_memory import available_bytes
+from ...core.weight_channel import SENT_CHANNELS
 from ..actor_spec import ActorSpec
 from ..composition.memory_parts import GRAPH_BYTES, pool_bytes, takes_turns, trainer_plan
-from ..composition.weight_channels import choose_channel, held_fp8, is_between_devices
+from ..composition.weight_channels import choose_channel, held_fp8
 from ..memory_part import GIB, MIB, Part, count_text, size_text, total
 from .check import CheckedRun, looked, warnings
 from .node import gpus
@@ -143,7 +144,7 @@ def trainer_memory(config: RunConfig, model: ModelConfig, world_size: int) -> tu
         ),
         key=total,
     )  # fmt: skip
-    if is_between_devices(channel := choose_channel(config)):
+    if (channel := choose_channel(config)) in SENT_CHANNELS:
         num, (item, _) = 1 if takes_turns(config) else max_unreleased(channel), _held(config, model)
         # Each stage has a sender; beside an engine every rank stages all of the model.
         cut = ParallelLayout() if channel == "cuda_ipc" else ParallelLayout(pp=layout.pp, vpp=layout.vpp)
@@ -279,7 +280,7 @@ def server_memory(config: RunConfig, model: ModelConfig, num_gpus: int, capacity
         tokens = f"{count_text(cache // per_token)} tokens x {per_token / 1000:.0f} kB"
         how = f"{fraction} of the device, less weights: {tokens}"
     cut = f" / {num_gpus} GPUs" if num_gpus > 1 else ""
-    update = 2 * min(config.weights.bucket_mb * MIB, weights) * is_between_devices(channel)
+    update = 2 * min(config.weights.bucket_mb * MIB, weights) * (channel in SENT_CHANNELS)
     parts = (
         Part("weights", weights, f"{dtype} {item} B x {count_text(model.num_parameters)}{cut}"),
         Part("kv cache", cache, how),
@@ -409,8 +410,8 @@ def _gpu_loads(
 ) -> Iterator[DeviceLoad]:
     of_trainer = {(actor.node, device) for actor in trainers for device in used_devices(actor)}
     of_engine = {(actor.node, device) for actor in rollouts if engine for device in actor.devices}
-    mine = [part.of("trainer") for part in trainer]
-    theirs = [part.of(rollouts[0].name.rpartition("/")[0]) for part in engine]
+    mine = [replace(part, owner="trainer") for part in trainer]
+    theirs = [replace(part, owner=rollouts[0].name.rpartition("/")[0]) for part in engine]
     for devices, first, second in (
         (of_trainer & of_engine, mine, theirs),
         (of_trainer - of_engine, mine, []),

@@ -158,9 +158,6 @@ CONVERT = Command(
 def _add_engine(parser: Parser) -> None:
     parser.add_argument("action", choices=("serve",), help="answer requests until Ctrl-C")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model")
-    parser.add_argument(
-        "--openai", action="store_true", help="changes nothing: it always has OpenAI's and Anthropic's API"
-    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=at_least(0, 65535), default=0, metavar="PORT", help="its port (any free one)")
     parser.add_argument("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time")

@@ -16,7 +16,7 @@ from ...core.errors import ConfigError, LaunchError
 from ...core.timeouts import TIMEOUTS
 from ..control import verbs
 from ..control.client import RUNS, ControlClient, ControlNote, NoLiveRun, find_run
-from ..run_dir import CONFIG, is_run_folder
+from ..run_dir import CONFIG, RunDir, is_run_folder
 from ..waiting import Waiting
 from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ...core.config import RunConfig
     from ..launcher import LaunchOptions
-    from ..run_dir import RunDir
     from ..run_lineage.resume_point import ResumePoint
 
 
@@ -208,7 +207,7 @@ def _resume(options: argparse.Namespace) -> int:
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
     if is_on_several(options) and (place := place_of(options))["place"].rank:
         return follow(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
-    if folder is not None and _is_over(folder):
+    if folder is not None and is_run_folder(folder) and not RunDir(folder).is_held:
         return start_again(folder, options)
     note = find_run(folder) if folder is not None else _only_live_run(options)
     if options.overrides or options.version is not None:
@@ -228,17 +227,6 @@ def is_on_several(options: argparse.Namespace) -> bool:
     return any(value is not None for value in flags)
 
 
-def _is_over(folder: Path) -> bool:
-    """Whether a run directory has no launcher any more. A socket alone says little: one that was killed left it."""
-    from ..run_dir import LOCK, RunDir
-
-    if not is_run_folder(folder):
-        return False
-    note = ControlNote.load(folder)
-    is_spoken_to = note is not None and note.is_live
-    return not (RunDir(folder).is_held if (folder / LOCK).exists() else is_spoken_to)
-
-
 def _only_live_run(options: argparse.Namespace) -> ControlNote:
     try:
         return note_of(options, changes=True)
@@ -252,7 +240,6 @@ def _only_live_run(options: argparse.Namespace) -> ControlNote:
 
 def start_again(folder: Path, options: argparse.Namespace) -> int:
     """A run that is over, from a checkpoint of it; returns the exit status that it ends with."""
-    from ..run_dir import RunDir
     from ..run_lineage.next_run import no_longer_alive
     from ..run_lineage.resume_point import choose_point
 

@@ -112,13 +112,9 @@ def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, 
         "device": "cuda" if spec.devices else "cpu",
         "num_threads": spec.threads,
         "gang": gang,
-        "serving_dtype": _serving_dtype(config),
+        # The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own.
+        "serving_dtype": config.engine.dtype if config.roles.rollout.kind == "sglang" else "",
     }
-
-
-def _serving_dtype(config: RunConfig) -> str:
-    """The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own."""
-    return config.engine.dtype if config.roles.rollout.kind == "sglang" else ""
 
 
 def pair_maker(config: RunConfig) -> Callable[[Prompt], Group] | None:
@@ -208,7 +204,8 @@ class GangStart:
         origin = RunOrigin.load(self._run_dir)
         floor = origin.lives[-1].floor if origin.lives else 0
         place, passed_over = "", list[str]()
-        falls_back = self._falls_back(torn)
+        # whether the checkpoint that this run was resumed from turned out to be torn
+        falls_back = bool(torn) and Path(self._start_name).resolve().parent == self._checkpoints.resolve()
         checkpoints, too_old = list_checkpoints(self._checkpoints) if self._attempt or falls_back else (), list[int]()
         for info in sorted(checkpoints, key=lambda info: info.version, reverse=True):
             problem = torn.get(str(info.path)) or info.problem or origin.why_undone(info)
@@ -241,10 +238,6 @@ class GangStart:
                 f"what is newer than version {version} cannot be put away: {error}",
                 remedy=f"check disk and rights of {self._run_dir}",
             ) from error
-
-    def _falls_back(self, torn: Mapping[str, str]) -> bool:
-        """Whether the checkpoint that this run was resumed from turned out to be torn."""
-        return bool(torn) and Path(self._start_name).resolve().parent == self._checkpoints.resolve()
 
     def _nothing(self, passed_over: list[str], too_old: list[int]) -> TrainError:
         """Nothing is moved: a transient disk error may be over when the run is resumed the next time."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...core.config import RunConfig
 from ...core.config.root import handle_conflicts, rank_conflicts
 from ...core.messages import WeightChannel
-from ...core.weight_channel import SENT_CHANNELS
 
 if TYPE_CHECKING:
     from ...actors.models.model_config import ModelConfig
@@ -71,11 +70,6 @@ def held_fp8(config: RunConfig, model: ModelConfig) -> tuple[int, int] | None:
         return model.fp8_block
     place = Path(config.weights.served_folder) / CONFIG
     return served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
-
-
-def is_between_devices(channel: WeightChannel) -> bool:
-    """Whether weights are sent, not read."""
-    return channel in SENT_CHANNELS
 
 
 def prepare_s(config: RunConfig) -> float:

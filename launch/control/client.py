@@ -10,10 +10,10 @@ import os
 import shlex
 import socket
 import stat
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,9 +23,6 @@ from ...core.files import write_durably
 from ..run_dir import CONFIG, LOCK, RunDir, is_run_folder
 from ..runtime_dir import PREFIX, short_base
 from .verbs import BY_NAME, HOST, SPARE_S
-
-if TYPE_CHECKING:
-    from http.client import HTTPResponse
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""
@@ -63,11 +60,16 @@ class ControlNote(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_live(self) -> bool:
-        """Whether the launcher's socket is still there; its folder goes with the launcher."""
-        try:
-            return stat.S_ISSOCK(Path(self.control).stat().st_mode)
-        except OSError:
-            return False
+        """Whether a launcher of this user listens there."""
+        with socket.socket(socket.AF_UNIX) as link:
+            link.setblocking(False)
+            try:
+                link.connect(self.control)
+            except BlockingIOError:  # it is busy
+                return True
+            except OSError:
+                return False
+        return True
 
 
 def find_run(folder: Path | None, *, command: str = "", is_elsewhere_meant: bool = True) -> ControlNote:
@@ -165,15 +167,7 @@ class ControlClient:
         long as the verb may take), PeerDied when the run ended meanwhile."""
         if timeout_s is None:
             timeout_s = BY_NAME[verb].patience_s(arguments) if verb in BY_NAME else SPARE_S
-        with self._asked(verb, arguments, timeout_s) as response:
-            answer = msgspec.json.decode(response.read())
-        if response.status != OK:
-            raise error_of(answer["error"])
-        return answer
-
-    @contextmanager
-    def _asked(self, verb: str, arguments: dict[str, Any], timeout_s: float | None) -> Generator[HTTPResponse]:
-        from http.client import HTTPConnection
+        from http.client import HTTPConnection, HTTPException  # commands that ask nothing start without it
 
         connection = HTTPConnection(HOST)
         connection.sock = link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -190,24 +184,21 @@ class ControlClient:
             with suppress(ConnectionError):  # it may have answered without reading everything
                 body, head = msgspec.json.encode(arguments), {"Content-Type": "application/json"}
                 connection.request("POST", f"/{verb}", body, head)
-            yield connection.getresponse()
+            response = connection.getresponse()
+            answer = msgspec.json.decode(response.read())
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the run did not answer {verb} in time; it may still do it", remedy="see `myxa history`"
             ) from None
-        except _broken():
+        except (HTTPException, ConnectionError):
             raise PeerDied(
                 f"the run ended before it answered {verb}", remedy="`myxa report RUN` shows how it ended"
             ) from None
         finally:
             connection.close()
-
-
-def _broken() -> tuple[type[Exception], ...]:
-    """What is raised where a connection ends too soon."""
-    from http.client import HTTPException  # commands that ask nothing start without it
-
-    return HTTPException, ConnectionError
+        if response.status != OK:
+            raise error_of(answer["error"])
+        return answer
 
 
 def error_of(facts: dict[str, Any]) -> MyxaError:

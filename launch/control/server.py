@@ -153,26 +153,16 @@ class ControlServer:
         self._watch = asyncio.get_running_loop().create_task(self._keep_listening())
 
     async def _listen(self) -> None:
+        before = os.umask(0o177)  # never open to others, not even for a moment: this binds before it waits
         try:
-            link = self._bound()
+            await web.UnixSite(self._runner, self.path, backlog=BACKLOG).start()
         except OSError as error:
             raise LaunchError(
                 f"the control socket {self.path} cannot be made: {error.strerror or error}",
                 remedy="set control.socket = false to run without it",
             ) from error
-        await web.SockSite(self._runner, link, backlog=BACKLOG).start()
-
-    def _bound(self) -> socket.socket:
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)  # never open to others, not even for a moment
-        try:
-            link.bind(str(self.path))
-        except OSError:
-            link.close()
-            raise
         finally:
             os.umask(before)
-        return link
 
     async def _keep_listening(self) -> None:
         while True:
@@ -299,8 +289,11 @@ class ControlServer:
 
 
 def error_response(error: BaseException, status: int = 0) -> web.Response:
-    """The error as JSON. `status`: 0 for that of its kind."""
-    return _response(status or _status(error), {"error": error_answer(error)})
+    """The error as JSON. `status`: 0 for that of its kind. Of an unexpected error the caller gets the name alone."""
+    cause = f"the launcher failed at this: {type(error).__name__}"
+    bug = MyxaError(cause, remedy="this is a bug; the launcher's log has the rest")
+    answer = error if isinstance(error, MyxaError) else bug
+    return _response(status or _status(error), {"error": answer.facts()})
 
 
 def _response(status: int, answer: Any) -> web.Response:
@@ -385,14 +378,6 @@ def _in_words(text: str) -> str:
     """The message about a number beyond its range, without the path into a JSON that the caller may not see."""
     match = _BEYOND.fullmatch(text)
     return text if match is None else f"{match[3]} must be {_RELATIONS[match[1]]} {match[2]}"
-
-
-def error_answer(error: BaseException) -> dict[str, str | int]:
-    """The error as the caller gets it. Of an unexpected one the caller gets the name without the details."""
-    if not isinstance(error, MyxaError):
-        cause = f"the launcher failed at this: {type(error).__name__}"
-        error = MyxaError(cause, remedy="this is a bug; the launcher's log has the rest")
-    return error.facts()
 
 
 def encode(answer: Any) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, PeerDied
+from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, PeerDied
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
@@ -26,7 +26,6 @@ from ..contracts import (
     RunDescription,
     StackReply,
     StartOrder,
-    StartReply,
     SupervisorContract,
 )
 from ..first_failure import RunEnd, read_end
@@ -53,8 +52,6 @@ class AgentOptions:
 
     node: int
     runtime_dir: Path
-    rdzv_path: str
-    """File with the registry's address, for workers."""
     lost_s: float = 20.0
     """How long node 0 may be silent before this node leaves the run."""
     program: str = DEFAULT_PROGRAM
@@ -148,23 +145,21 @@ class Agent(AgentContract):
         write_code(self._run_dir.path, plan.code)
         self._run_dir.post_config(plan.config)
 
-    async def start_actor(self, order: StartOrder) -> StartReply:
+    async def start_actor(self, order: StartOrder) -> int:
         name = order.actor.name
         try:
             child = await self._start(order)
-        except MyxaError as error:
-            # A failed call says nothing about the run file, whatever its own exit status.
-            problem = str(error)
-            status = LaunchError.exit_code if isinstance(error, CallError) else error.exit_code
-        except (OSError, ValueError) as error:
-            problem, status = f"{name} was not started: {error}", LaunchError.exit_code
+        except (ConfigError, LaunchError) as error:
+            failure = error
+        except (CallError, OSError, ValueError) as error:
+            failure = LaunchError(f"{name} was not started: {error}")
         else:
             self.ctx.log.info("%s: attempt %d is process %d", name, order.actor.attempt, child.pid)
-            return StartReply(pid=child.pid)
+            return child.pid
         if self._run_dir is not None and name not in self._children:
             with contextlib.suppress(OSError):  # what prevents a start may prevent its log too
-                self._run_dir.log_path(name, order.actor.attempt).write_text(f"{problem}\n", encoding="utf-8")
-        return StartReply(problem=problem, status=status)
+                self._run_dir.log_path(name, order.actor.attempt).write_text(f"{failure}\n", encoding="utf-8")
+        raise failure
 
     async def _start(self, order: StartOrder) -> Child:
         """An order to end cancels it. Raises MyxaError; OSError of files; ValueError for an impossible environment."""
@@ -197,27 +192,22 @@ class Agent(AgentContract):
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
         key = await self._options.key_for(name) if self._options.key_for is not None else ""
         spec = ProcessSpec(
-            actor=order.actor, launcher_pid=os.getpid(), config_path=str(run_dir.config), run_dir=plan.run_dir,
-            socket_dir=str(self._options.runtime_dir), rdzv_path=self._options.rdzv_path, key=key,
-            program=self._options.program,
+            actor=order.actor, launcher_pid=os.getpid(), run_dir=plan.run_dir, key=key,
+            socket_dir=str(self._options.runtime_dir), program=self._options.program,
         )  # fmt: skip
         env = child_env(
             {**self._options.base_env, **os.environ}, order.actor,
             spec_path=str(write_spec(spec, self._options.runtime_dir)), run_id=plan.run_id, meeting=order.meeting,
         )  # fmt: skip
-        child = self._children[name] = await self._make_process(order, env, run_dir.new_log(name, order.actor.attempt))
+        actor, child, on_exit = order.actor, None, self._on_child_end
+        log_path = run_dir.new_log(name, actor.attempt)
+        if self._fork_server is not None and is_forked(actor):
+            child = await self._fork_server.start(name, actor.attempt, env=env, log_path=log_path, on_exit=on_exit)
+        if child is None:  # only the time it takes differs
+            command = worker_command(actor)
+            child = start_child(name, actor.attempt, command, env=env, log_path=log_path, on_exit=on_exit)
+        self._children[name] = child
         return child
-
-    async def _make_process(self, order: StartOrder, env: dict[str, str], log_path: Path) -> Child:
-        """Fork it where that is possible, else start an interpreter; only the time it takes differs."""
-        actor, server, on_exit = order.actor, self._fork_server, self._on_child_end
-        if server is not None and is_forked(actor):
-            forked = await server.start(actor.name, order.actor.attempt, env=env, log_path=log_path, on_exit=on_exit)
-            if forked is not None:
-                return forked
-        return start_child(
-            actor.name, order.actor.attempt, worker_command(actor), env=env, log_path=log_path, on_exit=on_exit
-        )
 
     def _on_child_end(self, child: Child, status: int) -> None:
         if self._children.get(child.name) is child:
@@ -236,29 +226,24 @@ class Agent(AgentContract):
             lambda: supervisor.child_ended(end), who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log
         )
 
-    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
+    async def end_actors(self, names: tuple[str, ...], grace_s: float, is_hung: bool = False) -> None:
         for name in names:
             if name in self._starting:
                 self._starting[name].cancel()
         children = [self._children[name] for name in names if name in self._children]
-        if grace_s > 0:
-            for child in children:
+        for child in children:
+            if is_hung:
+                child.ask_for_stacks()
+            elif grace_s > 0:
                 child.ask_to_end()
-        hung = await _still_there(children, grace_s) if grace_s > 0 else children
+        wait_s = STACKS_S if is_hung else grace_s
+        hung = await _still_there(children, wait_s) if wait_s > 0 else children
         for child in hung:
             if grace_s > 0:
                 self.ctx.log.warning("%s did not end within %g s and is killed", child.name, grace_s)
             child.kill()
         for child in await _still_there(hung, KILL_S):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
-
-    async def kill_hung(self, names: tuple[str, ...]) -> None:
-        children = [self._children[name] for name in names if name in self._children]
-        for child in children:
-            child.ask_for_stacks()
-        for child in await _still_there(children, STACKS_S):
-            child.kill()
-        await _still_there(children, KILL_S)
 
     async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
         if self._run_dir is None:

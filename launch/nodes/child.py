@@ -107,15 +107,11 @@ class Child:
         caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
         return bool(int(caught, 16) >> (number - 1) & 1)
 
-    def send(self, number: int) -> None:
-        """Send a signal to the process and everything in its group."""
-        if self.status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
-
     def kill(self) -> None:
         """End the process and everything in its group at once."""
-        self.send(signal.SIGKILL)
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self, timeout_s: float) -> bool:
         try:
@@ -174,18 +170,13 @@ def start_child(
     try:
         return Child(name, attempt, log_path=log_path, process=process, on_exit=on_exit)
     except OSError as error:
-        _end_unwatched(process)
+        with contextlib.suppress(ProcessLookupError):  # its end would not be noticed, so it must not run
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has just been started, so this is quick
+            process.wait(REAP_S)
         raise LaunchError(
             f"{name} cannot be watched: {error.strerror}", remedy="check what is used up there: descriptors, memory"
         ) from error
-
-
-def _end_unwatched(process: subprocess.Popen[bytes]) -> None:
-    """Its end would not be noticed, so it must not run. It has just been started, so this is quick."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(REAP_S)
 
 
 # -- stacks from outside

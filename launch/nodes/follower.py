@@ -22,7 +22,6 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from ...actors.hub import fetched
 from ...core.clock import SystemClock
 from ...core.config import RunConfig, load_config
 from ...core.daemon_thread import in_daemon_thread
@@ -36,7 +35,7 @@ from ..runtime_dir import RuntimeDir
 from ..stop_signals import CTRL_C, stop_signals
 from ..waiting import Waiting
 from .agent import Agent
-from .launch_options import LaunchOptions, agent_options, check_own, facts_of, fork_server_of, seen_gpus
+from .launch_options import LaunchOptions, agent_options, facts_of, fork_server_of, made_ready, seen_gpus
 from .rendezvous import NodeRendezvous, join_rendezvous
 
 _log = logging.getLogger("myxa.launcher")
@@ -123,19 +122,12 @@ class _Follower:
         try:
             path = runtime / "run.toml"
             path.write_text(reply.config, encoding="utf-8")
-            has_data = any(actor.role == "buffer" and actor.node == self._place.rank for actor in reply.actors)
-            fetch = partial(fetched, load_config(path), has_data=has_data, say=waiting.say, doing=waiting.now)
-            config = await in_daemon_thread(fetch, "hub")
-            waiting.now("checking what its actors need")
-            check = partial(check_own, config, reply.actors, reply.program, self._place.rank)
-            for text in await in_daemon_thread(check, "checks"):
-                waiting.say(f"warning: {text}")
+            return await made_ready(load_config(path), reply.actors, reply.program, self._place.rank, waiting)
         except MyxaError as error:
             _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
             with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason
                 await self._join(problem=str(error))
             raise
-        return config
 
     async def _join(self, **more: Any) -> None:
         facts = msgspec.structs.replace(self._facts, **more)

@@ -8,11 +8,14 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from ... import __version__
+from ...actors.hub import fetched
 from ...core.config import RunConfig
+from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import ConfigError, TrainError
 from ...core.process import adopts_orphans, boot_id
 from ...core.timeouts import TIMEOUTS, LauncherTimeouts
@@ -23,6 +26,7 @@ from ..host import look_at_gpus
 from ..node_place import ALONE, NodePlace
 from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
+from ..waiting import Waiting
 from ..worker_spec import DEFAULT_PROGRAM
 from .agent import AgentOptions
 from .fork_server import ForkServer, preloaded
@@ -59,6 +63,19 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node
         return check_node(config, actors, node)
     _check_program(program)
     return ()
+
+
+async def made_ready(
+    config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int, waiting: Waiting
+) -> RunConfig:
+    """The configuration once this node has what its actors need: of the hub, and by the checks. Raises MyxaError."""
+    has_data = node == 0 or any(actor.role == "buffer" and actor.node == node for actor in actors)
+    fetch = partial(fetched, config, has_data=has_data, say=waiting.say, doing=waiting.now)
+    config = await in_daemon_thread(fetch, "hub")
+    waiting.now("checking what its actors need")
+    for text in await in_daemon_thread(partial(check_own, config, actors, program, node), "checks"):
+        waiting.say(f"warning: {text}")
+    return config
 
 
 def fork_server_of(
@@ -122,8 +139,7 @@ def agent_options(
     fork_server: ForkServer | None,
 ) -> AgentOptions:
     return AgentOptions(
-        node=place.rank, runtime_dir=runtime_dir, rdzv_path=str(rendezvous.rdzv_path),
-        lost_s=options.timeouts.lost_s, program=options.program,
+        node=place.rank, runtime_dir=runtime_dir, lost_s=options.timeouts.lost_s, program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,
         must_share=options.is_late and choose_channel(config) == "disk", fork_server=fork_server,
         base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...core.clock import Clock
 from ...core.timeouts import LauncherTimeouts
-from ..first_failure import FirstFailure, RunEnd
+from ..first_failure import RunEnd
 from ..run_watch import RunWatch
+from ..screen import Screen
 from ..supervisor.run_supervisor import RunSupervisor, StopRequest
 from ..views.run_view import RunView
 
@@ -43,12 +44,9 @@ class Lead:
 
     supervisor: RunSupervisor
     watch: RunWatch
-    _: KW_ONLY
+    screen: Screen
     clock: Clock
     timeouts: LauncherTimeouts
-    show: Callable[[RunView], None]
-    say: Callable[[str], None]
-    tell: Callable[[FirstFailure], None]
 
     def __post_init__(self) -> None:
         self._failures = self.supervisor.failures
@@ -68,7 +66,7 @@ class Lead:
         return RunEnd(ending.exit_code, ending.reason, self.watch.last.status, failure)
 
     async def _start(self) -> None:
-        await self.supervisor.membership.gather(self.timeouts.gather_s, self.say)
+        await self.supervisor.membership.gather(self.timeouts.gather_s, self.screen.say)
         await self.supervisor.start_all()
 
     async def _report(self) -> None:
@@ -79,7 +77,7 @@ class Lead:
         status = self.watch.last.status
         if status is not None and status.phase == "failed" and status.error:
             self._failures.add(f"the coordinator ended the run: {status.error}", self.clock.monotonic())
-        self.tell(self._failures.first)
+        self.screen.tell(self._failures.first)
 
     async def _until_over(self) -> RunEnd:
         deadline: float | None = None
@@ -106,7 +104,7 @@ class Lead:
         if look.cancelled():
             return self.watch.last
         state = look.result()
-        self.show(state)
+        self.screen.show(state)
         return state
 
     def _wish(self) -> StopRequest | None:

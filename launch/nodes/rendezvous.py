@@ -35,6 +35,8 @@ CLOSE_S = 5.0
 FOLDER_S = 5.0
 """How long an actor's process waits for the folder of sockets; its launcher restores a removed one (runtime_dir.py)."""
 POLL_S = 0.1
+RDZV = "rdzv.json"
+"""The rendezvous record in a launcher's folder of sockets."""
 NOWHERE = 1 << 30
 """Node number of a launcher that has none yet: it shares no sockets."""
 
@@ -102,8 +104,8 @@ async def host_rendezvous(
             except OSError as error:
                 problem = f"{rdzv_file} cannot be written: {error.strerror}"
                 raise LaunchError(problem, remedy="give another --rdzv-file") from error
-        record.save(runtime_dir / "rdzv.json")
-        yield NodeRendezvous(node, endpoint, host, runtime_dir / "rdzv.json")
+        record.save(runtime_dir / RDZV)
+        yield NodeRendezvous(node, endpoint, host, runtime_dir / RDZV)
     finally:
         await node.close(grace_s=CLOSE_S)
         if rdzv_file is not None:
@@ -140,8 +142,8 @@ async def join_rendezvous(
     node = await _attach_until(attach, deadline)
     endpoint = node.rendezvous.endpoints.tcp[0].removeprefix("tcp://")
     try:
-        node.rendezvous.save(runtime_dir / "rdzv.json")
-        yield NodeRendezvous(node, endpoint, interface_towards(endpoint), runtime_dir / "rdzv.json")
+        node.rendezvous.save(runtime_dir / RDZV)
+        yield NodeRendezvous(node, endpoint, interface_towards(endpoint), runtime_dir / RDZV)
     finally:
         await node.close(grace_s=CLOSE_S)
 
@@ -151,7 +153,7 @@ async def attach_worker(spec: ProcessSpec) -> Node:
 
     def attach(_: float) -> Awaitable[Node]:
         return Node.attach(
-            name=spec.actor.name, rdzv=Rendezvous.load(Path(spec.rdzv_path)),
+            name=spec.actor.name, rdzv=Rendezvous.load(Path(spec.socket_dir, RDZV)),
             key=KeyPair.parse(spec.key) if spec.key else None, run_dir=spec.socket_dir, node_rank=spec.actor.node,
             timeout_s=WORKER_ATTACH_S,
         )  # fmt: skip
@@ -232,12 +234,9 @@ async def _wait_for_file(path: Path, deadline: float, content: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-Late = tuple[NodePlace, Path | None, Path | None]
-"""Of a node that joins late: its place, the file with node 0's address if the place has none, the job's key."""
-
-
-def find_late_rendezvous(location: str, job_key: Path | None) -> Late:
-    """`where`: a run directory, HOST:PORT, or a file with that. Raises ConfigError and LaunchError."""
+def find_late_rendezvous(location: str, job_key: Path | None) -> tuple[NodePlace, Path | None, Path | None]:
+    """The place of a node that joins late, the file with node 0's address if the place has none, the job's key.
+    `location`: a run directory, HOST:PORT, or a file with that. Raises ConfigError and LaunchError."""
     path = Path(location)
     if path.is_file():
         return NodePlace(-1, 0, None), path, job_key

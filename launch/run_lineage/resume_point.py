@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actors.checkpoints.folder import OLD, CheckpointInfo, find_checkpoint, is_kept, ledger_in, look_at, whole_ones
-from ...actors.ledger.file import LEDGER, LedgerFacts, is_in_use, read_facts
+from ...actors.ledger.file import LEDGER, is_in_use, read_facts
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, LedgerError, TrainError, raised_as
 from ..run_dir import CONFIG
@@ -53,19 +53,13 @@ def choose_point(
     origin = RunOrigin.load(run_dir)
     passed: list[str] = []
     for info in whole_ones(run_dir / CHECKPOINTS, version, reads_all=reads_all):
-        point = (
-            _problem(info) or origin.why_undone(info) or _with_ledger(info, run_dir / LEDGER, why_not, tuple(passed))
-        )
+        problem = info.problem or ("" if info.version >= 0 else "it does not say of which version it is")
+        problem = problem or origin.why_undone(info)
+        point = problem or _with_ledger(info, run_dir / LEDGER, why_not, tuple(passed))
         if isinstance(point, ResumePoint):
             return point
         passed.append(f"{info.path.name}: {point}")
     raise _nothing(run_dir, version, passed)
-
-
-def _problem(info: CheckpointInfo) -> str:
-    if info.problem or info.version >= 0:
-        return info.problem
-    return "it does not say of which version it is"
 
 
 WhyNot = Callable[[int], str]
@@ -73,13 +67,10 @@ WhyNot = Callable[[int], str]
 
 
 def _own_ledger(path: Path) -> WhyNot:
-    if not path.exists():
-        return _refused("there is none")
     try:
-        facts: LedgerFacts = read_facts(path)
+        return read_facts(path).why_not
     except LedgerError as error:
         return _refused(error.message)
-    return facts.why_not
 
 
 def _refused(reason: str) -> WhyNot:
@@ -166,22 +157,8 @@ def earlier_ledger(config: RunConfig, run_dir: Path) -> Path | None:
         return None
     checkpoint = named_checkpoint(config.trainer.resume)
     ledger = checkpoint.parent.parent / LEDGER
-    reason = _why_unusable(ledger, look_at(checkpoint).version)
-    if not reason:
-        return ledger
-    try:
-        return ledger_in(checkpoint)
-    except TrainError as error:
-        raise TrainError(
-            f"{checkpoint} has no usable ledger: {error.message}; and of its run's own: {reason}",
-            remedy="resume from another checkpoint",
-        ) from error
-
-
-def _why_unusable(ledger: Path, version: int) -> str:
-    if is_in_use(ledger):
-        return f"{ledger} is in use: its run is live"
-    try:
-        return read_facts(ledger).why_not(version)
-    except LedgerError as error:
-        return error.message
+    why_not = _refused(f"{ledger} is in use: its run is live") if is_in_use(ledger) else _own_ledger(ledger)
+    point = _with_ledger(look_at(checkpoint), ledger, why_not, ())
+    if isinstance(point, ResumePoint):
+        return point.ledger
+    raise TrainError(f"{checkpoint} has no usable ledger: {point}", remedy="resume from another checkpoint")

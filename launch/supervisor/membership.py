@@ -26,11 +26,12 @@ class Membership:
     """The nodes of one run: those that take part, come late, leave."""
 
     def __init__(self, num_nodes: int, welcome: EnlistReply, run: RunConfig | None = None, max_nodes: int = 0) -> None:
-        """`welcome`: what every node is to know, but for its number. `run` None: no node may join late."""
-        self._num_nodes = num_nodes
+        """`welcome`: what every node is to know before it joins, but for its number. `run`: from which late nodes get
+        their actors; None: no node may join late. `max_nodes`: at the same time; 0: no limit."""
+        self.num_nodes = num_nodes
         self._max_nodes = max_nodes
-        self._welcome = welcome
-        self._run = run
+        self.welcome = welcome
+        self.run = run
         self._nodes: dict[int, NodeFacts] = {}
         self._refused: dict[int, str] = {}
         self._declined = ""
@@ -48,10 +49,6 @@ class Membership:
     @property
     def nodes(self) -> tuple[int, ...]:
         return tuple(sorted(self._nodes))
-
-    def _is_same_machine(self, facts: NodeFacts) -> bool:
-        """Whether a node is on the same machine as all members, so that it shares memory with them."""
-        return bool(facts.machine) and all(node.machine == facts.machine for node in self._nodes.values())
 
     def facts(self, node: int) -> NodeFacts:
         """Of a member; without host and address if it is none any more."""
@@ -111,7 +108,7 @@ class Membership:
         """Wait until all nodes joined, for each of them as long as it says something new within `timeout_s`. Raises
         LaunchError with the missing ones, or what a node reports of itself."""
         now = asyncio.get_running_loop().time
-        heard_s, told_texts, said_s = dict.fromkeys(range(self._num_nodes), now()), dict[int, str](), -SAY_EVERY_S
+        heard_s, told_texts, said_s = dict.fromkeys(range(self.num_nodes), now()), dict[int, str](), -SAY_EVERY_S
         while (missing := heard_s.keys() - self._nodes.keys()) and not self._declined:
             self._changed.clear()
             try:
@@ -132,7 +129,7 @@ class Membership:
         shown = [f"{node} ({self._doing[node]})" if node in self._doing else str(node) for node in nodes]
         refusals = "".join(f"; node {node} was refused: {why}" for node, why in sorted(self._refused.items()))
         return LaunchError(
-            f"{len(nodes)} of {self._num_nodes} nodes did not join within {timeout_s:g} s of their last word: "
+            f"{len(nodes)} of {self.num_nodes} nodes did not join within {timeout_s:g} s of their last word: "
             f"{', '.join(shown)}{refusals}",
             remedy="start `myxa launch` on every node with the --rdzv of node 0",
         )
@@ -143,8 +140,8 @@ class Membership:
             return f"it runs myxa {facts.version}, node 0 runs {__version__}"
         if facts.is_late and facts.node >= 0 and facts.node not in self._late:
             return f"it was not given the number {facts.node}"
-        if not facts.is_late and not 0 <= facts.node < self._num_nodes:
-            return f"there is no node {facts.node} among {self._num_nodes} (--node-rank)"
+        if not facts.is_late and not 0 <= facts.node < self.num_nodes:
+            return f"there is no node {facts.node} among {self.num_nodes} (--node-rank)"
         member = self._nodes.get(facts.node)
         return f"node {facts.node} joined already, from {member.host} (--node-rank)" if member is not None else ""
 
@@ -160,8 +157,8 @@ class Membership:
         if not facts.is_late:
             if not self._is_member(facts) and (reason := self._objection(facts)):
                 return EnlistReply(reason=self._refuse(facts, reason))
-            return replace(self._welcome, node=facts.node)
-        if self._run is None:
+            return replace(self.welcome, node=facts.node)
+        if self.run is None:
             return EnlistReply(reason="this run admits no late nodes")
         if facts.nonce in self._replies:
             return self._replies[facts.nonce]
@@ -171,13 +168,14 @@ class Membership:
         reason = self._objection(facts)
         if not reason and self._max_nodes and len(self._nodes) >= self._max_nodes:
             reason = f"the run has {len(self._nodes)} nodes, as many as it may have (--nnodes)"
-        if reason := reason or distance_problem(self._run, self._is_same_machine(facts)):
+        shares_memory = bool(facts.machine) and all(node.machine == facts.machine for node in self._nodes.values())
+        if reason := reason or distance_problem(self.run, shares_memory):
             return EnlistReply(reason=reason)
-        node, role = self._next, self._run.roles.rollout
+        node, role = self._next, self.run.roles.rollout
         self._next += 1
         self._late.add(node)
         actor = make_spec("rollout", role, 0, node, role.device_ids)
-        reply = self._replies[facts.nonce] = replace(self._welcome, node=node, actors=(actor,))
+        reply = self._replies[facts.nonce] = replace(self.welcome, node=node, actors=(actor,))
         return reply
 
     def is_staying(self, node: int) -> bool:

@@ -21,7 +21,6 @@ from ...actors.contracts import CoordinatorContract, MonitorContract, RolloutCon
 from ...actors.telemetry import report_forever
 from ...core.activity import TelemetryBuffer
 from ...core.actor import PeerEvent
-from ...core.config import RunConfig
 from ...core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -59,7 +58,6 @@ from ..contracts import (
     NodeFacts,
     RunDescription,
     StartOrder,
-    StartReply,
     SupervisorContract,
     agent_name,
 )
@@ -67,7 +65,6 @@ from ..first_failure import CAUSE, Failures
 from ..run_dir import RunDir
 from ..stop_signals import SCHEDULERS
 from ..views.run_view import ActorFacts
-from ..worker_spec import DEFAULT_PROGRAM
 from .membership import Membership
 from .placement import Present, RunActor, RunActors, staff_node
 
@@ -86,22 +83,6 @@ DRAIN_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class RunSetup:
-    """Actors and nodes of a run, and what all nodes must agree on."""
-
-    actors: tuple[ActorSpec, ...]
-    num_nodes: int
-    plan: RunDescription
-    config: str = ""
-    """What all nodes get before they join, as TOML; `plan` may name other files in it."""
-    program: str = DEFAULT_PROGRAM
-    run: RunConfig | None = None
-    """The configuration from which late nodes get their actors; None: no node may join late."""
-    max_nodes: int = 0
-    """Most nodes at the same time; 0: no limit."""
-
-
-@dataclass(frozen=True, slots=True)
 class StopRequest:
     """A person or a scheduler wants the run to end."""
 
@@ -116,25 +97,28 @@ class StopRequest:
 class RunSupervisor(SupervisorContract):
     """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
-    def __init__(self, setup: RunSetup, *, jitter: Callable[[], float], timeouts: LauncherTimeouts) -> None:
+    def __init__(
+        self, membership: Membership, plan: RunDescription, *, jitter: Callable[[], float], timeouts: LauncherTimeouts
+    ) -> None:
+        """`plan`: what nodes get once they have joined; it may name other files than `membership.welcome`."""
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
         self.failures = Failures()
         """The first failure with the end of its log and its consequences; complete once the process has ended."""
-        self._setup = setup
+        self.membership = membership
+        self._plan = plan
         self._timeouts = timeouts
-        self.actors = RunActors((actor.name, RunActor(actor)) for actor in setup.actors)
-        self._rules = Supervisor(roles_of(setup.actors), jitter=jitter, grace_s=timeouts.end_s)
-        welcome = EnlistReply(config=setup.config, program=setup.program, actors=setup.actors)
-        self.membership = Membership(setup.num_nodes, welcome, setup.run, setup.max_nodes)
-        self._others = {agent_name(node): node for node in range(1, setup.num_nodes)}
+        self._first_actors = membership.welcome.actors
+        self.actors = RunActors((actor.name, RunActor(actor)) for actor in self._first_actors)
+        self._rules = Supervisor(roles_of(self._first_actors), jitter=jitter, grace_s=timeouts.end_s)
+        self._others = {agent_name(node): node for node in range(1, membership.num_nodes)}
         self._ended = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._has_started = False
         self._heard_at: dict[int, float] = {}
         """Newest sign of life of each other node."""
-        ranks = [(spec.rank.gang, spec.node) for spec in setup.actors if spec.rank is not None]
+        ranks = [(spec.rank.gang, spec.node) for spec in self._first_actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
         self._rendezvous: dict[str, tuple[int, GangRendezvous, socket.socket]] = {}
@@ -190,10 +174,10 @@ class RunSupervisor(SupervisorContract):
 
     async def start_all(self) -> None:
         """Prepare every node, start every actor in order; a slow one delays no other. Continues if cancelled."""
-        for node in range(self._setup.num_nodes):
-            await self.agent(node).prepare(self._setup.plan)
+        for node in range(self.membership.num_nodes):
+            await self.agent(node).prepare(self._plan)
         starts: set[asyncio.Task[None]] = set()
-        for actor in self._setup.actors:
+        for actor in self._first_actors:
             if self._rules.may_launch(actor.name, 0):  # false if the run or its gang failed already
                 self._rules.on_launch(actor.name)
                 starts.add(start := self.ctx.spawn(self._start(actor.name, 0), name=f"start {actor.name}"))
@@ -364,9 +348,9 @@ class RunSupervisor(SupervisorContract):
     async def _welcome(self, node: int) -> None:
         """Start the actors of a late node that has joined."""
         try:
-            await self.agent(node).prepare(self._setup.plan)
-            if self._setup.run is not None and self.membership.is_staying(node):
-                for actor in staff_node(self._setup.run, node, self.present()):
+            await self.agent(node).prepare(self._plan)
+            if self.membership.run is not None and self.membership.is_staying(node):
+                for actor in staff_node(self.membership.run, node, self.present()):
                     self.hire(actor)
         except MyxaError as error:
             self.ctx.log.warning("node %d has to leave: %s", node, error)
@@ -440,23 +424,20 @@ class RunSupervisor(SupervisorContract):
             return  # it left before
         actor = self.actors[name]
         actor.pid, actor.gone_by_s = 0, math.inf
-        reply = await self._order_start(actor.spec, attempt)
-        actor.pid = reply.pid
-        actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
-        if reply.problem:
-            await self.child_ended(self._failed_start(actor.spec, attempt, reply))
-        elif name in self.actors and (self._rules.is_over or self._rules.state(name) == "ending"):
-            # It was ended while it started.
-            await self._end_on(actor.spec.node, (name,), self._timeouts.end_s)
-
-    async def _order_start(self, actor: ActorSpec, attempt: int) -> StartReply:
+        spec, failed = actor.spec, None
         try:
-            order = StartOrder(actor=replace(actor, attempt=attempt), meeting=self._rendezvous_of(actor, attempt))
-            return await self.agent(actor.node).start_actor(order)
+            order = StartOrder(actor=replace(spec, attempt=attempt), meeting=self._rendezvous_of(spec, attempt))
+            actor.pid = await self.agent(spec.node).start_actor(order)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
-                self._lose_node(actor.node, str(error))
-            return StartReply(problem=f"{actor.name} was not started: {error}", status=LaunchError.exit_code)
+                self._lose_node(spec.node, str(error))
+            failed = self._failed_start(spec, attempt, error)
+        actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
+        if failed is not None:
+            await self.child_ended(failed)
+        elif name in self.actors and (self._rules.is_over or self._rules.state(name) == "ending"):
+            # It was ended while it started.
+            await self._end_on(spec.node, (name,), self._timeouts.end_s)
 
     def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
         """Where the ranks of that attempt meet: on the node of rank 0; None for an actor that is no rank. Ranks on one
@@ -476,11 +457,13 @@ class RunSupervisor(SupervisorContract):
             held = self._rendezvous[gang] = attempt, meeting, holder
         return held[1]
 
-    def _failed_start(self, actor: ActorSpec, attempt: int, reply: StartReply) -> ChildEnd:
-        log_path = RunDir(Path(self._setup.plan.run_dir)).log_path(actor.name, attempt)
+    def _failed_start(self, actor: ActorSpec, attempt: int, error: MyxaError) -> ChildEnd:
+        is_answer = isinstance(error, ConfigError | LaunchError)
+        status = error.exit_code if is_answer else LaunchError.exit_code  # a failed call says nothing of the run file
+        log_path = RunDir(Path(self._plan.run_dir)).log_path(actor.name, attempt)
         return ChildEnd(
-            name=actor.name, attempt=attempt, status=reply.status, node=actor.node, log_path=str(log_path),
-            tail=(CAUSE + reply.problem,),
+            name=actor.name, attempt=attempt, status=status, node=actor.node, log_path=str(log_path),
+            tail=(f"{CAUSE}{'' if is_answer else f'{actor.name} was not started: '}{error}",),
         )  # fmt: skip
 
     # -- processes: ending ---------------------------------------------------------------------------------------
@@ -511,7 +494,7 @@ class RunSupervisor(SupervisorContract):
     async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float, *, is_hung: bool = False) -> None:
         agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
         try:
-            await (agent.kill_hung(names) if is_hung else agent.end_actors(names, grace_s))
+            await agent.end_actors(names, grace_s, is_hung)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
                 self._lose_node(node, str(error))
@@ -533,7 +516,8 @@ class RunSupervisor(SupervisorContract):
                     ending = self._end_all(instruction.children, instruction.grace_s)
                     self.ctx.spawn(ending, name=f"end {len(instruction.children)} actors")
                 case Kill():
-                    self._kill_now(instruction)
+                    self.ctx.log.error("%s: killed", instruction.reason)
+                    self._kill(instruction.child, instruction.reason, is_hung=True)
                 case FailRun():
                     self._fail(instruction)
                 case GiveUp():
@@ -549,11 +533,6 @@ class RunSupervisor(SupervisorContract):
         if not self.failed.done():
             self.failed.set_result(verdict)
         self._stop()
-
-    def _kill_now(self, kill: Kill) -> None:
-        self.ctx.log.error("%s: killed", kill.reason)
-        self._note_kill(kill.child, f"the launcher, since {kill.reason}")
-        self.ctx.spawn(self._end_all((kill.child,), is_hung=True), name=f"kill {kill.child}")
 
     async def _drain(self, actor: ActorSpec, reason: str) -> None:
         await self._hand_back(actor, reason)
@@ -584,11 +563,11 @@ class RunSupervisor(SupervisorContract):
         elif now - member.started_s > limits.start_s:
             member.gone_by_s = now + limits.gone_s
             self.ctx.log.error("%s did not register within %g s and is killed", name, limits.start_s)
-            self._note_kill(name, f"the launcher, since it did not register within {limits.start_s:g} s")
-            self._kill(name)
+            self._kill(name, f"it did not register within {limits.start_s:g} s")
 
-    def _kill(self, name: str) -> None:
-        self.ctx.spawn(self._end_all((name,)), name=f"kill {name}")
+    def _kill(self, name: str, why: str, *, is_hung: bool = False) -> None:
+        self._note_kill(name, f"the launcher, since {why}")
+        self.ctx.spawn(self._end_all((name,), is_hung=is_hung), name=f"kill {name}")
 
     def _lose_actor(self, name: str) -> None:
         """Its process holds what another attempt would need, so there is no other attempt."""
@@ -598,7 +577,7 @@ class RunSupervisor(SupervisorContract):
             "SIGKILL, so it hangs in the kernel"
         )
         self.ctx.log.error("%s", reason)
-        self._kill(name)  # in case that order was lost
+        self._kill(name, reason)  # in case that order was lost
         self._carry_out(self._rules.on_lost(name, (name,), reason, self._now()))
         self._ended.set()
 

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import secrets
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
@@ -161,8 +160,6 @@ class Dashboard:
         return f"http://{HOST}:{self._port}/?{TOKEN}={secret}"
 
     async def _open(self, port: int) -> None:
-        link = _listening(port)
-        self._port = link.getsockname()[1]
         app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
         app.on_response_prepare.append(_secure)
         app.add_routes(
@@ -178,11 +175,19 @@ class Dashboard:
                 web.get(METRICS, self._metrics),
             ]
         )
-        self._runner = web.AppRunner(
+        runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=CLOSE_S, handler_cancellation=True
         )
-        await self._runner.setup()
-        await web.SockSite(self._runner, link).start()
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, HOST, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"the dashboard cannot listen on {HOST}:{port}: {error}",
+                remedy="choose another port, or 0 for any free one",
+            ) from error
+        self._runner, self._port = runner, runner.addresses[0][1]
         path = self._run_dir / URL_FILE
         path.unlink(missing_ok=True)  # a leftover may have been made with other rights
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -309,22 +314,6 @@ async def _secure(request: web.Request, answer: web.StreamResponse) -> None:
 
 def _this_process() -> Operator:
     return operator_of(os.getuid(), os.getpid(), "dashboard")
-
-
-def _listening(port: int) -> socket.socket:
-    link = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        link.bind((HOST, port))
-        link.listen(64)
-    except OSError as error:
-        link.close()
-        raise ConfigError(
-            f"the dashboard cannot listen on {HOST}:{port}: {error}",
-            remedy="choose another port, or 0 for any free one",
-        ) from error
-    link.setblocking(False)
-    return link
 
 
 # -- Prometheus --------------------------------------------------------------------------------------------------------

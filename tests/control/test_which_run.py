@@ -32,6 +32,7 @@ def live_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         place = Path(short_base()) / f"{PREFIX}test"
         place.mkdir(mode=0o700)
         link.bind(str(place / "s"))
+        link.listen()
         note = {"run_dir": str(run_dir), "control": str(place / "s"), "view": str(place / "s"), "pid": 1}
         (place / "control.json").write_text(json.dumps(note))
         yield run_dir

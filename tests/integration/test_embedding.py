@@ -36,6 +36,7 @@ from myxa.core.errors import LaunchError
 from myxa.core.knobs import Operator
 from myxa.launch.control.client import ControlClient
 from myxa.launch.embed import EmbeddedRollout, rollout_in
+from myxa.launch.run_dir import RunDir
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -252,7 +253,8 @@ async def test_runs_that_are_not_there_are_refused(run: Run, tmp_path: Path) -> 
     assert "is over, or runs on another host" in await refusal(tmp_path)
     nobody = {"node_rank": 0, "ipc": [f"ipc://{tmp_path}/c", f"ipc://{tmp_path}/b"]}
     (tmp_path / "rdzv.json").write_text(json.dumps({**record, "endpoints": nobody}))
-    assert "no answer from the registry" in await refusal(tmp_path, timeout_s=1)
+    with RunDir(tmp_path).held():
+        assert "no answer from the registry" in await refusal(tmp_path, timeout_s=1)
 
 
 # -- the example -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A node's agent: whatever is in the way of a start is in its reply, with no process left; and when it leaves by
+"""A node's agent: whatever is in the way of a start fails it, with no process left; and when it leaves by
 itself."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.harness.inproc import InprocNetwork
 from tests.simulation.simulator import Sim, run
 
-from myxa.core.errors import ConfigError, LaunchError, NotSent
+from myxa.core.errors import ConfigError, LaunchError, MyxaError, NotSent
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
@@ -26,7 +26,6 @@ from myxa.launch.contracts import (
     ChildEnd,
     RunDescription,
     StartOrder,
-    StartReply,
     SupervisorContract,
     agent_name,
 )
@@ -38,7 +37,7 @@ from myxa.transport.node import Node
 
 
 def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:
-    return AgentOptions(node=node, runtime_dir=folder / "runtime", rdzv_path="", lost_s=20.0, key_for=key_for)
+    return AgentOptions(node=node, runtime_dir=folder / "runtime", lost_s=20.0, key_for=key_for)
 
 
 def order(**actor: Any) -> StartOrder:
@@ -64,20 +63,26 @@ async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator
         await node.close(grace_s=1)
 
 
-async def refused(folder: Path, wanted: StartOrder, key_for: KeyFor | None = None) -> StartReply:
+async def failure_of(start: Awaitable[int]) -> MyxaError:
+    with pytest.raises(MyxaError) as raised:
+        await start
+    return raised.value
+
+
+async def refused(folder: Path, wanted: StartOrder, key_for: KeyFor | None = None) -> MyxaError:
     before = {child.pid for child in psutil.Process().children()}
     async with agent_in(folder, key_for) as (agent, ref):
-        reply = await ref.start_actor(wanted)
-        assert (reply.pid, agent.children) == (0, ())
+        failure = await failure_of(ref.start_actor(wanted))
+        assert agent.children == ()
         assert {child.pid for child in psutil.Process().children()} <= before, "no process is left"
-    return reply
+    return failure
 
 
 async def test_a_program_that_cannot_be_started_is_a_mistake_of_the_run_file(tmp_path: Path):
-    reply = await refused(tmp_path, order(python="/no/such/python"))
-    assert reply.status == ConfigError.exit_code
-    assert "rollout/0 cannot be started: /no/such/python: No such file" in reply.problem
-    assert reply.problem in (tmp_path / "run/logs/rollout.0.0.log").read_text()
+    failure = await refused(tmp_path, order(python="/no/such/python"))
+    assert failure.exit_code == ConfigError.exit_code
+    assert "rollout/0 cannot be started: /no/such/python: No such file" in str(failure)
+    assert str(failure) in (tmp_path / "run/logs/rollout.0.0.log").read_text()
 
 
 def raising(number: int) -> Callable[..., Any]:
@@ -89,9 +94,9 @@ def raising(number: int) -> Callable[..., Any]:
 
 async def test_a_machine_without_room_for_a_process_may_have_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(subprocess, "Popen", raising(errno.EAGAIN))
-    reply = await refused(tmp_path, order())
-    assert reply.status == LaunchError.exit_code
-    assert os.strerror(errno.EAGAIN) in reply.problem
+    failure = await refused(tmp_path, order())
+    assert failure.exit_code == LaunchError.exit_code
+    assert os.strerror(errno.EAGAIN) in str(failure)
 
 
 async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,9 +107,9 @@ async def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, mon
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    reply = await refused(tmp_path, order(python=sys.executable))
-    assert reply.status == LaunchError.exit_code
-    assert "rollout/0 cannot be watched: Too many open files" in reply.problem
+    failure = await refused(tmp_path, order(python=sys.executable))
+    assert failure.exit_code == LaunchError.exit_code
+    assert "rollout/0 cannot be watched: Too many open files" in str(failure)
     assert len(made) == 1
     assert not psutil.pid_exists(made[0])
 
@@ -121,35 +126,33 @@ async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_de
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_full_disk_or_a_log_that_cannot_be_opened_is_in_the_reply(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_full_disk_or_a_log_that_cannot_be_opened_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with agent_in(tmp_path) as (agent, ref):
         (tmp_path / "run/logs/rollout.0.0.log").symlink_to(tmp_path / "gone/away")
-        reply = await ref.start_actor(order())
-        assert reply.status == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
+        failure = await failure_of(ref.start_actor(order()))
+        assert failure.exit_code == LaunchError.exit_code, "ENOENT of a log, not of the interpreter"
         monkeypatch.setattr("myxa.launch.nodes.agent.write_spec", raising(errno.ENOSPC))
         monkeypatch.setattr(Path, "write_text", raising(errno.ENOSPC))  # its log cannot be written either
-        reply = await ref.start_actor(order())
-        assert (reply.status, agent.children) == (LaunchError.exit_code, ())
-        assert "rollout/0 was not started: [Errno 28] No space left on device" in reply.problem
+        failure = await failure_of(ref.start_actor(order()))
+        assert (failure.exit_code, agent.children) == (LaunchError.exit_code, ())
+        assert "rollout/0 was not started: [Errno 28] No space left on device" in str(failure)
 
 
 async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
     async def key_for(name: str) -> str:
         raise NotSent("the registry is away")
 
-    reply = await refused(tmp_path, order(), key_for)
-    assert reply.status == LaunchError.exit_code
-    assert "the registry is away" in reply.problem
+    failure = await refused(tmp_path, order(), key_for)
+    assert failure.exit_code == LaunchError.exit_code
+    assert "the registry is away" in str(failure)
 
 
 async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
         ref = await node.start(Agent(options(tmp_path), nothing_seen), agent_name(0))
-        reply = await ref.start_actor(order())
-        assert "launcher/0 is not prepared" in reply.problem
+        failure = await failure_of(ref.start_actor(order()))
+        assert "launcher/0 is not prepared" in str(failure)
     finally:
         await node.close(grace_s=1)
     async with agent_in(tmp_path) as (agent, ref):
@@ -157,8 +160,8 @@ async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_
             "rollout/0", 4, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", on_exit=agent._on_child_end
         )
         agent._children["rollout/0"] = child
-        reply = await ref.start_actor(order())
-        assert (reply.status, reply.problem) == (3, "rollout/0 runs already as attempt 4")
+        failure = await failure_of(ref.start_actor(order()))
+        assert (failure.exit_code, str(failure)) == (3, "rollout/0 runs already as attempt 4")
         assert isinstance(child, Child)
         assert child.status is None, "and goes on"
 
@@ -177,9 +180,9 @@ async def test_one_that_leaves_starts_nobody_any_more(tmp_path: Path):
         await agent.leave(3, "node 0 considers this node lost")
         await agent.kill_all()
         may_go_on.set()
-        reply = await starting
-        assert (reply.pid, agent.children) == (0, ())
-        assert "launcher/0 leaves" in reply.problem
+        failure = await failure_of(starting)
+        assert agent.children == ()
+        assert "launcher/0 leaves" in str(failure)
 
 
 # -- when it leaves ----------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ class Room:
 
     def env(self, actor: ActorSpec) -> dict[str, str]:
         spec = ProcessSpec(
-            actor=replace(actor, attempt=self.attempts), launcher_pid=os.getpid(), config_path=str(self.folder / "run.toml"),
-            run_dir=str(self.folder), socket_dir=str(self.folder), rdzv_path="", program="facts_program:build",
+            actor=replace(actor, attempt=self.attempts), launcher_pid=os.getpid(),
+            run_dir=str(self.folder), socket_dir=str(self.folder), program="facts_program:build",
         )  # fmt: skip
         path = write_spec(spec, self.folder)
         return child_env(os.environ, actor, spec_path=str(path), run_id="r")
@@ -89,7 +89,7 @@ SMALL = ("myxa.launch.worker", "safetensors")
 @pytest.fixture
 def enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(HERE)]))
-    (tmp_path / "run.toml").write_text(RUN_TOML)
+    (tmp_path / "config.toml").write_text(RUN_TOML)
 
     @asynccontextmanager
     async def open_room(modules: tuple[str, ...] = SMALL) -> AsyncIterator[Room]:

@@ -146,19 +146,21 @@ def test_a_program_that_ignores_its_childrens_ends_does_not_keep_us_from_seeing_
     assert done.returncode == (1 if "false" in words else 2), done.stderr
 
 
-OWNER = "import time, sys; from myxa.launch.runtime_dir import RuntimeDir; print(RuntimeDir().path, flush=True); time.sleep(60)"
+OWNER = "import time, sys; from myxa.launch.runtime_dir import RuntimeDir; one = RuntimeDir(); print(one.path, flush=True); time.sleep(60)"
 
 
-def test_the_runtime_folder_goes_even_when_its_owner_is_killed():
+def test_the_runtime_folder_of_a_killed_launcher_goes_with_the_next_launcher():
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     with owner.stdout:
         folder = Path(owner.stdout.readline().strip())
         (folder / "socket").touch()
-        assert folder.is_dir()
+        with RuntimeDir():
+            assert folder.is_dir()
         owner.kill()
         owner.wait(WAIT_S)
-    wait_until(lambda: not folder.exists(), "the folder's removal")
+    with RuntimeDir():
+        assert not folder.exists()
 
 
 def test_no_folder_with_a_short_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -15,7 +15,7 @@ from tests.simulation.simulator import Sim, run
 from myxa import __version__
 from myxa.actors.contracts import MonitorContract
 from myxa.core.actor import FAILED, Actor, PeerEvent
-from myxa.core.errors import ConfigError, LaunchError
+from myxa.core.errors import ConfigError, LaunchError, MyxaError
 from myxa.core.messages import Telemetry
 from myxa.core.timeouts import LauncherTimeouts
 from myxa.launch.actor_spec import ActorSpec, GangRendezvous, RankSpec
@@ -23,14 +23,15 @@ from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
     ChildEnd,
+    EnlistReply,
     NodeFacts,
     RunDescription,
     StartOrder,
-    StartReply,
     SupervisorContract,
     agent_name,
 )
-from myxa.launch.supervisor.run_supervisor import RunSetup, RunSupervisor
+from myxa.launch.supervisor.membership import Membership
+from myxa.launch.supervisor.run_supervisor import RunSupervisor
 from myxa.transport.node import Node
 
 TIMEOUTS = LauncherTimeouts(start_s=60.0, end_s=5.0, lost_s=20.0, gone_s=30.0)
@@ -63,7 +64,6 @@ class Hands(AgentContract):
         # How it misbehaves.
         self.raises: Exception | None = None
         """At every start."""
-        self.refuses: StartReply | None = None
         self.answers = True
         """Whether its processes register."""
         self.undead: set[str] = set()
@@ -73,31 +73,27 @@ class Hands(AgentContract):
     async def prepare(self, plan: RunDescription) -> None:
         pass
 
-    async def start_actor(self, order: StartOrder) -> StartReply:
+    async def start_actor(self, order: StartOrder) -> int:
         name = order.actor.name
         if order.meeting is not None:
             self.meetings[name, order.actor.attempt] = order.meeting
         self.started.append((name, order.actor.attempt))
         if self.raises is not None:
             raise self.raises
-        if self.refuses is not None:
-            return self.refuses
         self.pids[name], self.attempts[name] = 100 + len(self.started), order.actor.attempt
         if self.answers:
             await self.node.start(Actor(), name)
-        return StartReply(pid=self.pids[name])
+        return self.pids[name]
 
-    async def end_actors(self, names: tuple[str, ...], grace_s: float) -> None:
-        self.ended += names
+    async def end_actors(self, names: tuple[str, ...], grace_s: float, is_hung: bool = False) -> None:
+        if is_hung:
+            self.killed += names
+        else:
+            self.ended += names
         await asyncio.sleep(self.end_s)
         for name in names:
             if name in self.pids and name not in self.undead:
                 await self.die(name, 0 if grace_s else SIGKILL)
-
-    async def kill_hung(self, names: tuple[str, ...]) -> None:
-        self.killed += names
-        for name in names:
-            await self.die(name)
 
     async def die(self, name: str, status: int = SIGKILL) -> None:
         pid, attempt = self.pids.pop(name), self.attempts[name]
@@ -169,8 +165,9 @@ def staged(
 
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
-            place = RunSetup(actors, num_nodes, RunDescription(run_id="r", run_dir="/nowhere", config=""))
-            stage = Stage(sim, RunSupervisor(place, jitter=lambda: 0.0, timeouts=timeouts))
+            membership = Membership(num_nodes, EnlistReply(actors=actors))
+            plan = RunDescription(run_id="r", run_dir="/nowhere", config="")
+            stage = Stage(sim, RunSupervisor(membership, plan, jitter=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
             for number in range(num_nodes):
@@ -202,28 +199,28 @@ def on_stage(*actors: ActorSpec, **options: Any) -> Callable[[Callable[[Stage], 
 # -- starts that fail --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["raises", "refuses"])
-def test_a_start_that_fails_on_a_node_that_is_there_is_tried_again_and_costs_no_node(what: str):
+@pytest.mark.parametrize("error", [OSError(28, "no space"), LaunchError("no fork")])
+def test_a_start_that_fails_on_a_node_that_is_there_is_tried_again_and_costs_no_node(error: Exception):
     async def body(stage: Stage) -> None:
         away = stage.hands[1]
-        setattr(away, what, OSError(28, "no space") if what == "raises" else StartReply(problem="no fork", status=3))
+        away.raises = error
         await stage.sim.spawn("launcher/1", away.die("rollout/1"))
         await stage.ping(1, seconds=3)
         assert (stage.supervisor.nodes, away.left) == ((0, 1), None)
         assert len(away.started) > 2, "it was tried again"
-        away.raises = away.refuses = None
+        away.raises = None
         await stage.ping(1, seconds=5)
         assert stage.states() == {"rollout/0": "up", "rollout/1": "up"}
 
     staged(body, rollout(0), rollout(1, 1, max_restarts=20), num_nodes=2)
 
 
-@pytest.mark.parametrize(("status", "exit_code", "attempts"), [(2, 2, [0]), (3, 4, [0, 1, 2, 3])])
+@pytest.mark.parametrize(("kind", "exit_code", "attempts"), [(ConfigError, 2, [0]), (LaunchError, 4, [0, 1, 2, 3])])
 def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_restarts_are_spent(
-    status: int, exit_code: int, attempts: list[int]
+    kind: type[MyxaError], exit_code: int, attempts: list[int]
 ):
     async def body(stage: Stage) -> None:
-        stage.hands[0].refuses = StartReply(problem="rollout/0 cannot be started: no memory", status=status)
+        stage.hands[0].raises = kind("rollout/0 cannot be started: no memory")
         await stage.begin()
         await asyncio.sleep(30)
         assert stage.supervisor.failed.result().exit_code == exit_code

@@ -10,19 +10,13 @@ import time
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from tests.harness.commands import run as run_command
 from tests.harness.run_job import is_alive, worker_pids
-from tests.harness.waiting import is_running, wait_until
+from tests.harness.waiting import wait_until
 from tests.survival.lives import Lives, gang_run
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def janitors_cat(launcher: int) -> psutil.Process:
-    shell = next(child for child in psutil.Process(launcher).children() if child.name() == "sh")
-    return next(child for child in shell.children() if child.name() == "cat")
 
 
 def sockets_in(folder: Path) -> set[str]:
@@ -81,12 +75,8 @@ def test_with_a_checkpoint_each_step_a_death_costs_a_step_and_a_run_whose_folder
 
 
 def the_folder_goes_and_the_buffer_dies(site: Path, run: Lives) -> Path:
-    """E01: the shell that is to remove the folder of the sockets at the end loses its `cat`, and a cleaner removes the
-    folder. The run is found again, and its actors may still die."""
+    """E01: a cleaner removes the folder of the sockets. The run is found again, and its actors may still die."""
     folder = Path(json.loads((run.run_dir / "control.json").read_text())["control"]).parent
-    cat = janitors_cat(run.launcher.pid)
-    cat.kill()
-    wait_until(lambda: not is_running(cat.pid), "the end of cat")
     remove_and_wait(folder)
     attempt = state(site, "buffer")[1]
     (pid,) = worker_pids(run.launcher.pid, "buffer")
