@@ -83,6 +83,14 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
 def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
     """`config.json`; of a foreign model the shapes of its weights too. Raises ModelError naming the file, ConfigError
     if the model is to have an MTP layer and has none."""
+    root = _existing(folder)
+    path = root / CONFIG
+    config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
+    config = replace(config, folder_shapes=_shapes(root)) if config.foreign else config
+    return config.with_mtp() if has_mtp else config
+
+
+def _existing(folder: str | Path) -> Path:
     root = Path(folder)
     if not root.is_dir():
         raise ModelError(
@@ -90,10 +98,7 @@ def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
             remedy="set model.path to a HuggingFace folder, or make a small one: "
             "python -m myxa.actors.models.tiny FOLDER",
         )
-    path = root / CONFIG
-    config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
-    config = replace(config, folder_shapes=_shapes(root)) if config.foreign else config
-    return config.with_mtp() if has_mtp else config
+    return root
 
 
 def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
@@ -107,8 +112,8 @@ def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
 
 
 def find_tokenizer(folder: str | Path) -> Path:
-    """The folder's tokenizer file. Raises ModelError when there is none."""
-    path = Path(folder) / TOKENIZER
+    """The folder's tokenizer file. Raises ModelError when there is none, or no folder."""
+    path = _existing(folder) / TOKENIZER
     if not path.is_file():
         raise ModelError(
             f"{path} is missing",

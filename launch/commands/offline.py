@@ -131,6 +131,10 @@ def _model_of_run(checkpoint: Path) -> Path:
     for place in (checkpoint, *checkpoint.absolute().parents[:2]):
         if (place / CONFIG).is_file():
             return Path(cached(load_config(place / CONFIG)).model.path)
+    if not checkpoint.exists():
+        raise ConfigError(
+            f"{checkpoint} does not exist", remedy="name a run, one of its checkpoints, or a model folder"
+        )
     raise ConfigError(
         f"{checkpoint} does not lie in a run directory, so nothing says which model it is of",
         remedy="name the folder that the run started from with --model",

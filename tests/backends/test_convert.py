@@ -74,6 +74,8 @@ def test_mistakes_are_told_before_anything_is_written(
         convert(run, model, other)
     assert main(["convert", str(run), str(tmp_path / "hf")]) == 2
     assert "name the folder that the run started from with --model" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "hf")]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
     torn = tmp_path / "torn"
     shutil.copytree(run / "checkpoints" / "version_00000001", torn)
     shard = torn / "rank-00000.safetensors"

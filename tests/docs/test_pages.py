@@ -16,6 +16,7 @@ EXAMPLES = ROOT / "examples"
 EXAMPLE_PAGES = sorted(EXAMPLES.rglob("README.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:core|transport|memory|algos|actors|launch|tests|bench|examples)/[\w./-]*[\w-](?:\.\w+|/))`")
+TEST = re.compile(r"`(?:tests/)?(\w+/test_\w+\.py)(?:::(\w+))?`")
 MOST_LINES = 3500
 
 
@@ -48,6 +49,8 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
         if not any((folder / name).exists() for folder in (ROOT, ROOT / "tests"))
     ]
     assert missing == []
+    for file, test in TEST.findall(path.read_text()):
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
 
 
 def test_every_example_has_a_page_that_the_index_lists() -> None:

@@ -79,6 +79,8 @@ def test_a_missing_or_broken_tokenizer_names_file_and_remedy(copied: Path):
     (copied / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing -- .*save_pretrained"):
         load_tokenizer(copied)
+    with pytest.raises(ModelError, match="model folder .*nowhere does not exist -- "):
+        load_tokenizer(copied / "nowhere")
 
 
 @pytest.mark.parametrize(
