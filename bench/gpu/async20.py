@@ -20,7 +20,7 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
-from figures import Report, parser, repeating, work_folder
+from figures import Report, number, parser, peak_memory, repeating, work_folder
 from make_model import make_apart
 from run_figures import read_run, tell_run
 from servers import ServerDiedError
@@ -109,12 +109,13 @@ def main() -> None:
             sets = run_sets(choice, url)
             if options.balanced:
                 sets = ["algo.epochs=2", f"run.num_steps={num_steps}", *sets]
-            with asking(work / "runs" / "async20") if options.balanced else contextlib.nullcontext([]) as said:
+            asked = asking(work / "runs" / "async20") if options.balanced else contextlib.nullcontext([])
+            with asked as said, peak_memory() as used:
                 run_dir = up(work / "async20.toml", sets, limit_s=options.limit, more=program)
             watch.lap("run")
     except (RunFailedError, ServerDiedError) as error:
         report.failed(str(error))
-    report.say(f"- trainer: {facts_of(run_dir)}")
+    report.say(f"- trainer: {facts_of(run_dir)}; peak of the GPU: {number(max(used) / 1024)} GiB")
     run = read_run(run_dir)
     tell_run(report, "run", run, config)
     if options.traffic:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -51,6 +52,28 @@ def repeating(look: Callable[[], object], every_s: float) -> Generator[None]:
     finally:
         is_over.set()
         thread.join(30.0)
+
+
+def used_mib() -> float:
+    """Of the GPU that has most in use, all processes together; 0 without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    query = [
+        "nvidia-smi",
+        *(("-i", visible) if visible else ()),
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+    ]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        return max(map(float, subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split()))
+    return 0.0
+
+
+@contextlib.contextmanager
+def peak_memory() -> Generator[list[float]]:
+    """MiB of the GPU in use, looked up while it is open."""
+    seen = [0.0]
+    with repeating(lambda: seen.append(used_mib()), 0.5):
+        yield seen
 
 
 def part_seconds(otherwise: float) -> float:

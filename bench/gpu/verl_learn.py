@@ -18,14 +18,14 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import verl_step
-from figures import Report, median, number, parser, part_seconds, repeating, some_of, work_folder
+from figures import Report, median, number, parser, part_seconds, peak_memory, some_of, work_folder
 from make_model import make_learner
 from reverse_task import write_data
 from run_figures import lines, read_run
@@ -92,14 +92,6 @@ def row(case: str, learnt: Learnt, reward: float) -> tuple[str, ...]:
     last = reached or (learnt.evals[-1] if learnt.evals else None)
     ends = f"{number(learnt.evals[0][1])}, {number(last[1])}" if last is not None else "-"
     return case, number(at_s), number(learning_s), step, number(learnt.step_s), ends, number(learnt.peak_mib / 1024)
-
-
-@contextlib.contextmanager
-def peak_memory() -> Generator[list[float]]:
-    """MiB of the GPU in use, looked up while it is open."""
-    seen = [0.0]
-    with repeating(lambda: seen.append(verl_step.used_mib()), 0.5):
-        yield seen
 
 
 def myxa_sets(case: str, options: Any, choice: Choice) -> list[str]:

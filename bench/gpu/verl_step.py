@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 from async20 import write_prompts
-from figures import Report, median, number, parser, part_seconds, percent, some_of, work_folder
+from figures import Report, median, number, parser, part_seconds, percent, some_of, used_mib, work_folder
 from make_model import make_apart
 from servers import end
 
@@ -181,14 +181,6 @@ def name_turn_end(path: Path) -> None:
     else:
         added["content"] = "<|im_end|>"
     path.write_text(json.dumps(whole), encoding="utf-8")
-
-
-def used_mib() -> float:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    query = ["nvidia-smi", "-i", visible, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        return max(map(float, subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split()))
-    return 0.0
 
 
 def run(
