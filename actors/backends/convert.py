@@ -34,11 +34,11 @@ from ...core.files import read_regular
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
 from ..models.hf_folder import check_tensors, open_weights, read_config, write_folder
-from ..models.model_config import MTP_FAMILIES, ModelConfig
+from ..models.model_config import EMBEDDING, HEAD, MTP_FAMILIES, ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
 from .adapters import merged
-from .megatron.families import EMBEDDING, HEAD, MTP, CutRequest, Rule, family_of, find_rule, put_together, vocabulary
+from .megatron.families import EXPERTS, MODEL, CutRequest, find_rule, layer_rules, put_together, vocabulary
 from .rank_backend import named_arrays, sent_type, written_config
 from .torch_backend.checkpoint import KINDS
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, from_bytes
@@ -232,22 +232,17 @@ _AFTER_NEXT = re.compile(r"after_next\.(transformer_layer\.)?")
 def read_whole_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(HuggingFace name, whole CPU tensor), one Megatron parameter of the file read at a time; no order is promised.
     Raises TrainError naming the parameter that is missing or that no rule knows."""
-    shapes, family = dict(config.tensor_shapes()), family_of(config.model_type)
+    shapes, layer = dict(config.tensor_shapes()), (*layer_rules(config.model_type), *EXPERTS)
     shapes.setdefault(HEAD, shapes[EMBEDDING])  # where the embedding is the head, but was not in training
     prefixes = ("embedding.", "decoder.", "output_layer.", *(("after_next.",) if config.has_mtp else ()))
-
-    def rule_of(key: str) -> tuple[re.Match[str] | None, Rule]:
-        match = _LAYERS.fullmatch(_AFTER_NEXT.sub(f"decoder.layers.{config.num_layers}.", key))
-        return match, find_rule(
-            (*family.layer, *family.expert, *MTP) if match else family.model, match["name"] if match else key
-        )
 
     def is_weight(key: str) -> bool:
         return key.startswith(prefixes) and not key.endswith(COUNTERS)
 
     for key, tensor_of_all in _read_shards(ShardReader(folder), is_weight):
-        match, rule = rule_of(key)
-        for prefix, tensor in _parts(match, tensor_of_all, rule in family.expert):
+        match = _LAYERS.fullmatch(_AFTER_NEXT.sub(f"decoder.layers.{config.num_layers}.", key))
+        rule = find_rule(layer, match["name"]) if match else find_rule(MODEL, key)
+        for prefix, tensor in _parts(match, tensor_of_all, rule in EXPERTS):
             names = [prefix + name for name in rule.names]
             _check_shape(key, tensor, [shapes.get(name, ()) for name in names], is_padded=rule.cut is vocabulary)
             pieces = rule.cut(CutRequest(names, shapes, config, 0, 1))

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ from msgspec import Meta
 from ...core.errors import TornCheckpoint, TrainError, raised_as
 from ...core.files import FileEntry, describe_file, locked_folder, read_regular, sync_folder, write_durably
 from ..ledger.file import LEDGER
-from ..models.model_config import ModelConfig
+from ..models.model_config import MAY_DIFFER, ModelConfig
 
 RUN_FILE = "run.json"
 RUN_PART_FORMAT = 2
@@ -459,22 +459,19 @@ MANIFEST = "manifest.json"
 
 
 def identity_of(config: ModelConfig) -> dict[str, Any]:
-    """What makes the weights of one model useless to another."""
-    names = (
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-        "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "rope_scaling",
-    )  # fmt: skip
-    more = ("has_mtp", "is_scorer")
-    return {name: getattr(config, name) for name in names} | {name: True for name in more if getattr(config, name)}
+    """What makes the weights of one model useless to another, or have it compute something else."""
+    names = [field.name for field in fields(ModelConfig) if field.name not in MAY_DIFFER | {"folder_shapes"}]
+    facts = {name: getattr(config, name) for name in (*names, "is_scorer")}
+    return msgspec.json.decode(msgspec.json.encode(facts))
 
 
 def check_model(path: Path, manifest: Manifest, config: ModelConfig, backend: str) -> None:
     """Raise TrainError if a checkpoint holds weights of another model, or was written by the other trainer."""
-    for name, value in {"is_scorer": None, **identity_of(config)}.items():
-        saved = manifest.model.get(name)
-        if saved != value:
+    saved = {"has_mtp": False, "is_scorer": False} | manifest.model
+    for name, value in identity_of(config).items():
+        if saved.get(name, value) != value:
             raise TrainError(
-                f"checkpoint {path} is of another model: {name} is {saved!r}, here it is {value!r}",
+                f"checkpoint {path} is of another model: {name} is {saved[name]!r}, here it is {value!r}",
                 remedy="resume with the model folder that the run began with",
             )
     if manifest.backend != backend:

@@ -20,7 +20,7 @@ from ...core.errors import ConfigError, ModelError, raised_as
 from ...core.files import read_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
-from .model_config import ModelConfig, parse_model_config, token_ids
+from .model_config import EMBEDDING, HEAD, MAY_DIFFER, ModelConfig, parse_model_config, token_ids
 from .safetensors_file import (
     FP8,
     SCALE_SUFFIX,
@@ -205,7 +205,6 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
         _check_rest(config, shapes, tensors, place)
 
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\..*\.(weight|bias)")
 
 
@@ -335,7 +334,6 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
             (into / name).write_bytes(content)
 
 
-MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
 HEADS = ("value_head", "score")
 """What a value head is called in a folder: by us, and by transformers' models for classification."""
 

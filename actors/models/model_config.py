@@ -47,6 +47,7 @@ MAX_TENSORS = 1 << 18
 """Weights of a whole model; listing more would fill the memory."""
 ROUTER_BIAS = "e_score_correction_bias"
 """Last part of the name of a router's correction."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -171,7 +172,7 @@ class ModelConfig:
 
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
         for layer in range(self.num_layers + self.has_mtp):
             prefix = f"model.layers.{layer}."
             if layer == self.num_layers:
@@ -193,7 +194,7 @@ class ModelConfig:
         if self.is_scorer:
             shapes["score.weight"] = (1, hidden)
         elif not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+            shapes[HEAD] = (self.vocab_size, hidden)
         return shapes
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -288,6 +289,10 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+
+MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
+"""Fields that say nothing about what models of the same layers compute."""
 
 
 class _Fields:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.backends.gang_rank import Backends, make_shards, same, save, weights_of
+from tests.models.deepseek import DEEPSEEK_V3
 
-from myxa.actors.checkpoints.folder import list_checkpoints, rank_file
+from myxa.actors.checkpoints.folder import Manifest, check_model, identity_of, list_checkpoints, rank_file
+from myxa.actors.models.model_config import parse_model_config
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import TrainError
 
@@ -72,6 +76,32 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path, b
     make_tiny_model(tmp_path / "other", "1m", vocab_size=262)
     with pytest.raises(TrainError, match="num_layers is 2, here it is 4"):
         backends(folder=tmp_path / "other").load(str(saved))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_experts_per_tok": 4, "topk_group": 2}, "experts_per_token is 8, here it is 4"),
+        ({"routed_scaling_factor": 1.0}, "routed_scaling is 2.5, here it is 1.0"),
+        ({"rope_interleave": False}, "is_rope_interleaved is True, here it is False"),
+        ({"first_k_dense_replace": 2}, r"dense_layers is \[0, 1, 2\], here it is \[0, 1\]"),
+    ],
+)
+def test_weights_that_would_compute_something_else_are_of_another_model(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Shapes are the same. What a config says of number types and lengths may change."""
+    source = {**DEEPSEEK_V3, "quantization_config": None}
+    facts = identity_of(parse_model_config(source, "x"))
+    manifest = Manifest(format=1, model=facts, world_size=1, num_updates=1, files=(), extra={}, backend="megatron")
+    longer = parse_model_config(source | {"max_position_embeddings": 99, "torch_dtype": "float32"}, "x")
+    check_model(tmp_path, manifest, longer, "megatron")
+    changed = parse_model_config(source | change, "x")
+    assert not changed.foreign
+    with pytest.raises(TrainError, match=f"is of another model: {named}"):
+        check_model(tmp_path, manifest, changed, "megatron")
+    earlier = {name: facts[name] for name in ("model_type", "vocab_size", "hidden_size", "rope_scaling")}
+    check_model(tmp_path, msgspec.structs.replace(manifest, model=earlier), changed, "megatron")
 
 
 def test_a_checkpoint_written_later_holds_what_was_when_it_was_begun(saved: Path, backends: Backends) -> None:

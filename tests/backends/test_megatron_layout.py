@@ -13,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from myxa.actors.backends.megatron.families import (
+    EXPERTS as EXPERT_RULES,
+)
+from myxa.actors.backends.megatron.families import (
     FAMILIES,
+    MODEL,
     CutRequest,
     columns,
-    family_of,
     gate_and_up,
     heads,
+    layer_rules,
     vocabulary,
 )
 from myxa.actors.backends.megatron.layout import ParallelLayout
@@ -28,6 +32,7 @@ from myxa.core.errors import ConfigError, ModelError
 SOURCE: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6, "num_attention_heads": 12,
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 
@@ -176,20 +181,19 @@ def test_the_parts_of_all_ranks_cover_each_tensor_once(size: int, rows: int) -> 
 def test_every_known_family_has_rules_and_others_are_refused() -> None:
     assert set(FAMILIES) == set(MODEL_TYPES)
     with pytest.raises(ModelError, match="no weight table for models of type gpt2"):
-        family_of("gpt2")
+        layer_rules("gpt2")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_rules_name_every_weight_of_the_folder(model_type: str) -> None:
     """Every name in a folder is made by a rule; a weight that no rule names would never be loaded or sent."""
     config = config_of(model_type)
-    family = family_of(model_type)
-    made = {name for rule in family.model for name in rule.names}
+    made = {name for rule in MODEL for name in rule.names}
     for layer in range(config.num_layers):
-        made |= {f"model.layers.{layer}.{name}" for rule in family.layer for name in rule.names}
+        made |= {f"model.layers.{layer}.{name}" for rule in layer_rules(model_type) for name in rule.names}
         for expert in range(config.num_experts):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}."
-            made |= {prefix + name for rule in family.expert for name in rule.names}
+            made |= {prefix + name for rule in EXPERT_RULES for name in rule.names}
     assert set(config.tensor_shapes()) <= made
     assert not config.foreign
 

@@ -1,8 +1,8 @@
 """Model families of the Megatron trainer: `model_type` of a config.json -> which HuggingFace tensors make which
 parameter, and how each is cut.
 
-A family is a table of rules: one row per Megatron parameter. The rows that all known families share come first; a new
-family is a new table, and its name in `FAMILIES`.
+Rules are tables: one row per Megatron parameter. `MODEL`, `LAYER` and `EXPERTS` say what most families have in common;
+a new family is its name in `FAMILIES`, with the rows of layers in which it differs.
 
 A cut names, for rank r of n, the rectangles of HuggingFace tensors that make the rank's part when they are put under
 one another. The same list serves both directions: loading reads exactly these rectangles, exporting writes them back.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....core.errors import ConfigError, ModelError, TrainError
-from ...models.model_config import ROUTER_BIAS, ModelConfig
+from ...models.model_config import EMBEDDING, HEAD, ROUTER_BIAS, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,46 +123,11 @@ class Rule:
     cut: Cut = whole
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """All rules of a family."""
-
-    model: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    expert: tuple[Rule, ...] = ()
-    """Parameters of a layer that hold all its experts, one behind the other; names are those of one expert."""
-
-
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
-
 MODEL = (
     Rule("embedding.word_embeddings.weight", (EMBEDDING,), vocabulary),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     Rule("output_layer.weight", (HEAD,), vocabulary),
 )
-ATTENTION = (
-    Rule("self_attention.linear_qkv.weight", tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), heads),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns),
-)
-ATTENTION_BIAS = (Rule("self_attention.linear_qkv.bias", tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), heads),)
-HEAD_NORMS = (
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
-)
-NORMS = (
-    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-    # Checkpoints name a norm after the linear that follows it.
-    Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-    Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-)
-MLP = (
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_and_up),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns),
-)
-
-
 MTP = (
     Rule("eh_proj.weight", ("eh_proj.weight",)),
     Rule("enorm.weight", ("enorm.weight",)),
@@ -170,15 +135,6 @@ MTP = (
     Rule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
 """Of a layer for the token after the next, beside those of any layer."""
-
-
-LLAMA = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *MLP))
-
-
-QWEN2 = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *ATTENTION_BIAS, *MLP))
-
-
-QWEN3 = Family(model=MODEL, layer=(*NORMS, *ATTENTION, *HEAD_NORMS, *MLP))
 
 
 def shared(name: str) -> tuple[Rule, ...]:
@@ -193,9 +149,23 @@ def shared(name: str) -> tuple[Rule, ...]:
     )
 
 
-ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",)),)
-CORRECTED_ROUTER = (*ROUTER, Rule("mlp.router.expert_bias", (f"mlp.gate.{ROUTER_BIAS}",)))
-SHARED_GATE = (Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),)
+LAYER = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+    # Checkpoints name a norm after the linear that follows it.
+    Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+    Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
+    Rule("self_attention.linear_qkv.weight", tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), heads),
+    Rule("self_attention.linear_qkv.bias", tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), heads),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), gate_and_up),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns),
+    Rule("mlp.router.weight", ("mlp.gate.weight",)),
+    Rule("mlp.router.expert_bias", (f"mlp.gate.{ROUTER_BIAS}",)),
+    *shared("shared_experts"),
+)
 EXPERTS = (
     Rule("mlp.experts.w1", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
     Rule("mlp.experts.w2", ("down_proj.weight",), columns),
@@ -203,75 +173,44 @@ EXPERTS = (
     Rule("mlp.experts.experts.linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), gate_and_up),
     Rule("mlp.experts.experts.linear_fc2.weight", ("down_proj.weight",), columns),
 )
-
-
-QWEN3_MOE = Family(model=MODEL, layer=(*QWEN3.layer, *ROUTER), expert=EXPERTS)
-QWEN2_MOE = Family(model=MODEL, layer=(*QWEN2.layer, *ROUTER, *shared("shared_expert"), *SHARED_GATE), expert=EXPERTS)
-GLM4_MOE = Family(
-    model=MODEL,
-    layer=(
-        *NORMS, *ATTENTION, *ATTENTION_BIAS, *HEAD_NORMS, *MLP, *CORRECTED_ROUTER, *shared("shared_experts"),
-    ),
-    expert=EXPERTS,
-)  # fmt: skip
-
-
-GLM4 = Family(
-    model=MODEL,
-    layer=(
-        *NORMS,
-        *ATTENTION,
-        *ATTENTION_BIAS,
-        Rule("self_attention.linear_proj.post_norm.weight", ("post_self_attn_layernorm.weight",)),
-        Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), gate_and_up),
-        Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns),
-        Rule("mlp.linear_fc2.post_norm.weight", ("post_mlp_layernorm.weight",)),
-    ),
+"""Parameters of a layer that hold all its experts, one behind the other; names are those of one expert."""
+QWEN2_MOE = (
+    *shared("shared_expert"),
+    Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
 )
-
-
-LATENT_ATTENTION = (
+GLM4 = (
+    Rule("self_attention.linear_proj.post_norm.weight", ("post_self_attn_layernorm.weight",)),
+    Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",), gate_and_up),
+    Rule("mlp.linear_fc2.post_norm.weight", ("post_mlp_layernorm.weight",)),
+)
+DEEPSEEK_V3 = (
     Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",), rows),
     Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",), rows),
     Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",), rows),
     Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",), rows),
     Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",), rows),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns),
     Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
     Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
     # Transformer Engine's names.
     Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",)),
     Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
 )
-DEEPSEEK_V3 = Family(
-    model=MODEL,
-    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *CORRECTED_ROUTER, *shared("shared_experts")),
-    expert=EXPERTS,
-)
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": QWEN2,
+FAMILIES: Mapping[str, tuple[Rule, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"), ()),
     "qwen2_moe": QWEN2_MOE,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
     "glm4": GLM4,
-    "glm4_moe": GLM4_MOE,
     "deepseek_v3": DEEPSEEK_V3,
 }
 
 
-def family_of(model_type: str) -> Family:
-    """The rules of a family. Raises ModelError for one that has none."""
-    family = FAMILIES.get(model_type)
-    if family is None:
+def layer_rules(model_type: str) -> tuple[Rule, ...]:
+    """Of a family's layers, its own before those in common. Raises ModelError for one that has none."""
+    if model_type not in FAMILIES:
         raise ModelError(
             f"the Megatron trainer has no weight table for models of type {model_type}",
             remedy=f"use one of {', '.join(FAMILIES)}, or add a table under backends/megatron/families",
         )
-    return family
+    return (*FAMILIES[model_type], *LAYER, *MTP)
 
 
 def find_rule(rules: Iterable[Rule], parameter: str) -> Rule:
@@ -288,7 +227,7 @@ def find_rule(rules: Iterable[Rule], parameter: str) -> Rule:
 def check_adapted(matrices: Iterable[str], config: ModelConfig) -> None:
     """Raise ConfigError for a matrix of a layer that gets no low-rank adapter here: `megatron/adapters.py` knows the
     cuts of attention, by heads or of latents, and of a dense MLP."""
-    rules = {name: rule for rule in family_of(config.model_type).layer for name in rule.names}
+    rules = {name: rule for rule in layer_rules(config.model_type) for name in rule.names}
     for matrix in matrices:
         rule = rules.get(f"{matrix.split('.', 3)[-1]}.weight")
         if rule is None or rule.cut not in (heads, rows, gate_and_up, columns):

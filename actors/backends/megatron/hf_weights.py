@@ -27,23 +27,10 @@ from torch import Tensor, nn
 from ....core.errors import TrainError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import open_weights
-from ...models.model_config import ROUTER_BIAS, ModelConfig
+from ...models.model_config import EMBEDDING, HEAD, ROUTER_BIAS, ModelConfig
 from ..adapters import is_adapter
 from ..torch_backend.tensors import DTYPE_OF, from_array, integers
-from .families import (
-    EMBEDDING,
-    HEAD,
-    MTP,
-    CutRequest,
-    Family,
-    Piece,
-    Rule,
-    Shape,
-    family_of,
-    find_rule,
-    put_together,
-    vocabulary,
-)
+from .families import EXPERTS, MODEL, CutRequest, Piece, Rule, Shape, find_rule, layer_rules, put_together, vocabulary
 from .mcore import Grid, Group, read_grid
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -85,7 +72,7 @@ class MappedWeight:
 
 def map_weights(chunks: Sequence[nn.Module], config: ModelConfig, grid: Grid) -> Iterator[MappedWeight]:
     """All weights of this rank in the order of its layers. Raises TrainError for a parameter that no rule knows."""
-    family = family_of(config.model_type)
+    rules = layer_rules(config.model_type)
     for chunk in chunks:
         model = unwrapped(chunk)
         corrections = (pair for pair in model.named_buffers() if pair[0].endswith(".expert_bias"))
@@ -94,13 +81,13 @@ def map_weights(chunks: Sequence[nn.Module], config: ModelConfig, grid: Grid) ->
             if is_adapter(name):
                 continue
             if mtp := _MTP.fullmatch(name):
-                yield from _of_layer(family, mtp[2], parameter, config.num_layers, config.num_experts, grid)
+                yield from _of_layer(rules, mtp[2], parameter, config.num_layers, config.num_experts, grid)
                 continue
             if match is None:
-                yield _of_model(family, name, parameter, config)
+                yield _of_model(name, parameter, config)
                 continue
             layer = cast(Any, model).decoder.layers[int(match[1])]
-            yield from _of_layer(family, match[2], parameter, int(layer.layer_number) - 1, config.num_experts, grid)
+            yield from _of_layer(rules, match[2], parameter, int(layer.layer_number) - 1, config.num_experts, grid)
 
 
 def unwrapped(chunk: nn.Module) -> nn.Module:
@@ -118,22 +105,22 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {f"{number}.{name}": part.detach() for number, parameters in enumerate(parts) for name, part in parameters}
 
 
-def _of_model(family: Family, name: str, parameter: Tensor, config: ModelConfig) -> MappedWeight:
-    rule = find_rule(family.model, name)
+def _of_model(name: str, parameter: Tensor, config: ModelConfig) -> MappedWeight:
+    rule = find_rule(MODEL, name)
     if config.tie_word_embeddings and rule.names == (HEAD,):
         return MappedWeight(parameter, replace(rule, names=(EMBEDDING,)), "", is_tied_copy=True)
     return MappedWeight(parameter, rule, "")
 
 
 def _of_layer(
-    family: Family, name: str, parameter: Tensor, layer: int, num_experts: int, grid: Grid
+    rules: Sequence[Rule], name: str, parameter: Tensor, layer: int, num_experts: int, grid: Grid
 ) -> Iterator[MappedWeight]:
     prefix = f"model.layers.{layer}."
-    if all(rule.parameter != name for rule in family.expert):
-        yield MappedWeight(parameter, find_rule((*family.layer, *MTP), name), prefix)
+    if all(rule.parameter != name for rule in EXPERTS):
+        yield MappedWeight(parameter, find_rule(rules, name), prefix)
         return
     num_local = num_experts // grid.ep.size()
-    rule = find_rule(family.expert, name)
+    rule = find_rule(EXPERTS, name)
     for expert in range(num_local):
         yield MappedWeight(parameter, rule, f"{prefix}mlp.experts.", expert, num_local)
 

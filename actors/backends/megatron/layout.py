@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from ....core.config.learning import MegatronSettings
 from ....core.errors import ConfigError
-from ...models.model_config import ModelConfig
+from ...models.model_config import EMBEDDING, ModelConfig
 
 MAX_SHOWN = 64
 BY_TEXT = "pipeline_model_parallel_layout"
@@ -190,7 +190,6 @@ def optimizer_bytes(
 
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def rank_parameters(

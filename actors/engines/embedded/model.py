@@ -36,7 +36,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from ....core.errors import EngineError
 from ....core.protocols import NamedArray
 from ...models.hf_folder import FLOATS
-from ...models.model_config import ModelConfig
+from ...models.model_config import EMBEDDING, HEAD, ModelConfig
 from ...models.rotary import rotary_angles, rotary_gain
 from .tensors import Allocate, Index, as_tensor, plain_zeros
 
@@ -284,10 +284,10 @@ class DecoderWeights:
         scale = 1.0 / math.sqrt(self.config.head_dim)
         num_q = self.config.num_heads * self.config.head_dim
         num_k = self.config.num_kv_heads * self.config.head_dim
-        source.copy("model.embed_tokens.weight", self.embedding)
+        source.copy(EMBEDDING, self.embedding)
         source.copy("model.norm.weight", self.norm)
         if self.head is not self.embedding:
-            source.copy("lm_head.weight", self.head)
+            source.copy(HEAD, self.head)
         for number, layer in enumerate(self.layers):
             prefix = f"model.layers.{number}."
             attention, inner = prefix + "self_attn.", self.config.intermediate_size
