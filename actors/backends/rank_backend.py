@@ -26,6 +26,7 @@ from ..models.model_config import ROUTER_BIAS, ModelConfig
 from ..models.tokenizer_files import read_hf_tokenizer
 from .checkpoint import TrainingState
 from .offload import RankOffload
+from .packed_attention import avoid_plans
 from .step import Stepper
 from .torch_backend.accounting import Loaded, StepSettings, called
 from .torch_backend.tensors import DTYPE_OF, NAME_OF, raw_bytes
@@ -237,6 +238,21 @@ class RankBackend(Generic[C]):
     def _reference_written(self) -> None:
         if self._home is not None:
             self._home.reference_written()
+
+    def _device(self) -> torch.device:
+        """This rank's; from now on torch's own too. Raises ConfigError where there is none."""
+        if self._config.device == "cpu":
+            return torch.device("cpu")
+        gang, count = self._config.gang, torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gang.local_rank >= count:
+            raise ConfigError(
+                f"trainer rank {gang.rank} wants GPU {gang.local_rank} of this host, but {count} are visible",
+                remedy='set roles.trainer.devices, or "cpu"',
+            )
+        device = torch.device("cuda", gang.local_rank)
+        torch.cuda.set_device(device)
+        avoid_plans()
+        return device
 
     def _set_up(self) -> RankParts:
         if self._parts is None:

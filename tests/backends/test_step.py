@@ -21,6 +21,7 @@ from tests.backends.gang_rank import (
     with_scores,
 )
 
+from myxa.actors.backends.torch_backend.world import Gang
 from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.errors import ConfigError, TrainError
 from myxa.core.samples import TrainShard
@@ -145,6 +146,11 @@ def test_distillation_is_training_on_the_gap_to_the_teacher_token_by_token(backe
     judge.train(msgspec.structs.replace(mine, samples=by_hand), {})
     right = weights_of(judge)
     close(weights_of(student), right, 1e-6)
+
+
+def test_a_rank_whose_gpu_is_not_there_is_named(backends: Backends) -> None:
+    with pytest.raises(ConfigError, match=r"trainer rank 0 wants GPU 99 of this host, but \d are visible"):
+        backends(device="cuda", gang=Gang(local_rank=99))
 
 
 @pytest.mark.parametrize(("pattern", "said"), [("layers.9", "is found in no parameter"), (".", "nothing is left")])

@@ -15,7 +15,7 @@ from myxa.actors.models.rotary import rotary_gain, rotary_speeds
 
 SIZES = {
     "vocab_size": 262, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CASES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """The Megatron trainer: one rank of a gang that cuts the model by tensor, pipeline, context and expert parallelism.
 
 Composition only: `world` meets the other ranks, `provider` and `hf_weights` make the model, `schedule` runs it,
-`../step.py` trains, `../export.py` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks
+`../step.py` trains, `checkpoint` writes. Fulfils `core.protocols.TrainBackend`; every method blocks
 and must be called in the same order on every rank. Ranks of one replica (same data-parallel rank) are given the same
 shard.
 """
@@ -21,7 +21,6 @@ from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import WithoutAdapters
-from ..packed_attention import avoid_plans
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from ..torch_backend.accounting import (
@@ -175,12 +174,6 @@ class MegatronBackend(RankBackend[MegatronRankSettings]):
 
     def _region(self, part: Part) -> AbstractContextManager[None]:
         return nullcontext() if self._offload is None else self._offload.region(part)
-
-    def _device(self) -> torch.device:
-        if self._config.device == "cpu":
-            return torch.device("cpu")
-        avoid_plans()
-        return torch.device("cuda", self._config.gang.local_rank % max(1, torch.cuda.device_count()))
 
     def _chunks(self, model: ModelConfig, folder: str) -> list[nn.Module]:
         config = self._config

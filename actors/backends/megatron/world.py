@@ -45,8 +45,6 @@ class MegatronWorld(World):
         layout.dp(gang.world_size)
         logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it logs every parameter
         _raise_descriptor_limit()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         base = World.join(gang, device)
         if gang.world_size == 1:
             _alone(gang, device)

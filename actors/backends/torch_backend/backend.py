@@ -1,7 +1,7 @@
 """The plain torch trainer: one rank of a gang, on CPU (gloo) or CUDA (NCCL), replicated or sharded.
 
 Composition only: `world` meets the other ranks, `model` computes, `parallel` shares gradients, `../step.py` trains,
-`../export.py` and `checkpoint` write. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called in
+`checkpoint` writes. Fulfils `core.protocols.TrainBackend`; every method blocks and must be called in
 the same order on every rank.
 """
 
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from ....core.clock import Clock
-from ....core.errors import ConfigError
 from ....memory.arenas.cuda_memory import vacate
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
 from ..adapters import TorchAdapters, WithoutAdapters
-from ..packed_attention import avoid_plans, flash_kernel
+from ..packed_attention import flash_kernel
 from ..rank_backend import Exporter, RankBackend, RankParts, RankSettings
 from ..step import Stepper
 from .accounting import ReferenceModel, agree_on_source, load_functions
@@ -106,21 +105,6 @@ class TorchBackend(RankBackend[RankSettings]):
             "has_reference": reference is not None,
             "has_critic": critic is not None,
         }
-
-    def _device(self) -> torch.device:
-        if self._config.device == "cpu":
-            return torch.device("cpu")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        local_rank = self._config.gang.local_rank
-        if local_rank >= count:
-            raise ConfigError(
-                f"trainer rank {self._config.gang.rank} wants GPU {local_rank} of this host, but {count} are visible",
-                remedy='set roles.trainer.devices, or "cpu"',
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        avoid_plans()
-        return device
 
     def _wrap(self, module: PolicyModel, world: World, model: ModelConfig, freeze: Sequence[str] = ()) -> TorchModel:
         trainer = self._config.trainer
