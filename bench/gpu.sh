@@ -31,7 +31,7 @@
 #   repeats_probe trainer and engine of such a run, each alone and twice  1 GPU, SGLang, Megatron, 200 s
 #   agents     programs with the OpenAI SDK learn by the gateway  1 GPU, SGLang, 300 s
 #   peer_trl   TRL at the work of async20                 1 GPU, TRL, 120 s
-#   peer_verl  verl at the work of async20, tuned and as shipped  1 GPU, SGLang, verl, 560 s
+#   peer_verl  verl at the work of async20; also --cases async, separate (2 GPUs)  1 GPU, SGLang, verl, 560 s
 #   peer_verl_learn  verl and myxa learn the task of learn  1 GPU, SGLang, verl, 560 s
 #   live       tuned while it goes, through its socket    1 GPU (same GPU) or 2, SGLang, 150 s
 #   memory     all of these that this many GPUs are for; each can also be asked for by its own name:
@@ -182,7 +182,7 @@ declare -A dry_arguments=(
   [layouts]="--ranks 2 --first 2" [kill]="--limit 100" [live]="--limit 100" [chaos]="--steps 200 --limit 300"
   [reproducible]="--steps 12" [repeats_probe]="--part trainer"
   [agents]="--shape 0p5m --sft-steps 30 --set run.num_steps=4 --set eval.num_prompts=16 --set algo.group_filter=none"
-  [peer_trl]="" [peer_verl]="--cases shipped,tuned,polled,async" [peer_verl_learn]="--shape 0p5m --sft-steps 30 --steps 2"
+  [peer_trl]="" [peer_verl]="--cases shipped,tuned,polled,async,separate" [peer_verl_learn]="--shape 0p5m --sft-steps 30 --steps 2"
   [memory_selfcheck]="" [memory_rates]="" [memory_switch]="" [memory_colocated]=""
   [memory_experts]="--gpus 2 --servers one --part memory_experts" [memory_colocated_one]="--gpus 2 --servers one --part memory_colocated_one"
   [memory_colocated_tp]="--gpus 2 --part memory_colocated_tp"

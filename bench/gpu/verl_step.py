@@ -1,6 +1,6 @@
-"""verl (FSDP, SGLang, Ray) at the work of `async20` on one GPU: shape, prompts, reward, group, batch, lengths, rate.
+"""verl (FSDP, SGLang, Ray) at the work of `async20`: shape, prompts, reward, group, batch, lengths, rate.
 
-    python verl_step.py [--cases polled,tuned,shipped,async] [--shape 0.6b] [--steps 8]
+    python verl_step.py [--cases polled,tuned,shipped,async,separate] [--shape 0.6b] [--steps 8]
                          [--set KEY=VALUE ...] [--device cpu]
 
 Each case is a run of verl's own program, with the kernels that our server has here (Triton attention, our sizes of
@@ -9,8 +9,8 @@ checkpoints (none); `tuned`: what it offers to be faster where memory abounds (l
 second pass, as myxa does; the server keeps its memory; Liger's kernels; fused AdamW); `polled`: tuned, and its trainer
 looks every 0.05 s for finished answers, not every 2 s (no setting says that: its key for a sampler of one's own does);
 `async`: polled, with generation that is interrupted for training and goes on after it (`colocate_async`: all that it
-has for one GPU. Its modes that generate while they train need GPUs of their own). The first three steps are left out.
-Where time is over the rest is left out.
+has for one GPU); `separate`: polled, trainer and server on a GPU each, answers at most two versions old. The first
+three steps are left out. Where time is over the rest is left out.
 A dry run reads settings, prompts and reward with verl's own code and stops there: its trainer needs a GPU.
 Needs verl, Ray and SGLang (peers/bundle_verl.py); TRL must not be importable beside them.
 """
@@ -77,10 +77,14 @@ POLLED = (
     "trainer.v1.sampler.custom_sampler.path=WORK/sampler.py",
     "trainer.v1.sampler.custom_sampler.name=Prompt",
 )
+ASYNC = (*POLLED[:-1], "trainer.v1.sampler.custom_sampler.name=PromptAsync")
 CASES = {
     "shipped": (), "tuned": TUNED, "polled": POLLED,
-    "async": (*POLLED[:-1], "trainer.v1.sampler.custom_sampler.name=PromptAsync",
-              "trainer.v1.trainer_mode=colocate_async"),
+    "async": (*ASYNC, "trainer.v1.trainer_mode=colocate_async"),
+    "separate": (*ASYNC, "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=1",
+                 "trainer.v1.separate_async.num_warmup_batches=2", "trainer.v1.sampler.max_off_policy_threshold=3",
+                 "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1",
+                 f"{ROLLOUT}.checkpoint_engine.backend=nccl"),
 }  # fmt: skip
 """Settings besides all the others; WORK stands for the folder of the part."""
 SAMPLER = """from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
