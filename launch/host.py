@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,16 @@ def look_at_gpus() -> Gpus:
         nvml.nvmlShutdown()
 
 
+MAX_SLICES = 8
+
+
 def _gpu(nvml: Any, number: int) -> Gpu:
+    """Where it is split (MIG): the first slice that is seen here, which is all that CUDA sees of that number."""
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    for index in range(MAX_SLICES):
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            break
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     name, uuid = str(nvml.nvmlDeviceGetName(handle)), str(nvml.nvmlDeviceGetUUID(handle))
     return Gpu(name, int(memory.total), uuid)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
 from myxa.launch.checks.machine import MachineFacts
 from myxa.launch.cli import main
-from myxa.launch.host import Gpu, Gpus, listen_trouble
+from myxa.launch.host import Gpu, Gpus, listen_trouble, look_at_gpus
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -148,3 +150,23 @@ def test_a_port_that_is_taken_is_told() -> None:
         port = server.getsockname()[1]
         assert "in use" in listen_trouble("127.0.0.1", port)
     assert listen_trouble("127.0.0.1", 0) == ""
+
+
+def test_of_a_gpu_that_is_split_the_first_slice_that_is_seen_counts(monkeypatch: pytest.MonkeyPatch):
+    class NVMLError(Exception):
+        pass
+
+    def slice_of(handle: str, index: int) -> str:
+        if handle != "GPU-b" or index != 2:
+            raise NVMLError("Not Found")
+        return "MIG-b2"
+
+    nvml = ModuleType("pynvml")
+    nvml.__dict__.update(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 2,
+        nvmlSystemGetDriverVersion=lambda: "580", nvmlDeviceGetHandleByIndex=["GPU-a", "GPU-b"].__getitem__,
+        nvmlDeviceGetMigDeviceHandleByIndex=slice_of, nvmlDeviceGetName=str, nvmlDeviceGetUUID=str,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=len(handle), used=0),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert [gpu.uuid for gpu in look_at_gpus().found] == ["GPU-a", "MIG-b2"]
