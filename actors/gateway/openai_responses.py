@@ -37,26 +37,36 @@ THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 class InputItem(msgspec.Struct):
     """An item of the input; fields that are not read are its client's."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
     call_id: str = ""
     name: str | None = None
+    namespace: str = ""
     arguments: str = "{}"
+    input: str | None = None
     output: str | list[dict[str, Any]] | None = None
     summary: list[dict[str, Any]] | None = None
 
 
-_NEEDED = {"message": ("role", "content"), "function_call": ("name",), "function_call_output": ("output",)}
+_NEEDED = {
+    "message": ("role", "content"), "function_call": ("name",), "function_call_output": ("output",),
+    "custom_tool_call": ("name", "input"), "custom_tool_call_output": ("output",),
+}  # fmt: skip
 
 
 class Tool(msgspec.Struct):
-    """A tool that the model may call, if it is a function. Codex always names others, such as web_search."""
+    """A tool that the model may call: a function, one whose input is a text (`custom`), or a namespace of tools. Codex
+    always names others, such as web_search."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -111,32 +121,56 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
             text = text_of(item.content, f"{place}.content", TEXT_PARTS)
             messages.append(Message(role=role, content=text, extra=thought if role == "assistant" else {}))
             thought = {}
-        elif item.type == "function_call":
+        elif item.type in ("function_call", "custom_tool_call"):
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", content="", extra=thought))
                 thought = {}
-            calls = (*messages[-1].tool_calls, call_table(item.call_id, str(item.name), item.arguments))
+            arguments = item.arguments if item.input is None else json_text({"input": item.input})
+            name = shown_name(item.namespace, str(item.name))
+            calls = (*messages[-1].tool_calls, call_table(item.call_id, name, arguments))
             messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
-        elif item.type == "function_call_output":
+        else:
             output = text_of(item.output, f"{place}.output", TEXT_PARTS)
             messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
     return messages
 
 
-def read_functions(tools: Sequence[Tool]) -> list[Tool]:
-    """Raises RequestFault for one without a name."""
+def shown_name(namespace: str, name: str) -> str:
+    """By which the model knows a tool of a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def named_tools(tools: Sequence[Tool], place: str = "tools", namespace: str = "") -> dict[str, tuple[str, Tool]]:
+    """Each with its namespace, by the name that the model knows. Raises RequestFault for one without a name."""
+    named: dict[str, tuple[str, Tool]] = {}
     for number, tool in enumerate(tools):
-        if tool.type == "function":
-            check_has(tool, ("name",), f"tools[{number}]")
-        else:
+        if tool.type not in ("function", "custom", "namespace"):
             _warn_of_left_out(tool.type)
-    return [tool for tool in tools if tool.type == "function"]
+            continue
+        check_has(tool, ("name",), f"{place}[{number}]")
+        if tool.type == "namespace":
+            named |= named_tools(tool.tools or (), f"{place}[{number}].tools", str(tool.name))
+        else:
+            named[shown_name(namespace, str(tool.name))] = namespace, tool
+    return named
+
+
+def _shown(name: str, tool: Tool) -> dict[str, Any]:
+    if tool.type == "function":
+        return function_tool(name, tool.description, tool.parameters)
+    grammar = (tool.format or {}).get("definition")
+    about = f"{tool.description or ''}\n\nThe grammar of its input:\n{grammar}" if grammar else tool.description
+    return function_tool(
+        name, about, {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    )
 
 
 @lru_cache(maxsize=64)
 def _warn_of_left_out(kind: str) -> None:
     """Once."""
-    _log.warning("a client's tools of type %s are left out: the model is shown functions alone", kind)
+    _log.warning(
+        "a client's tools of type %s are left out: the model is shown functions, custom tools and namespaces", kind
+    )
 
 
 class Response(Exchange):
@@ -160,12 +194,12 @@ class Response(Exchange):
                 reason = f"no response {body.previous_response_id} was given in this session"
                 raise RequestFault("not-found", reason, param="previous_response_id")
             before = session.conversations[body.previous_response_id]
-        self._tools = read_functions(body.tools or ())
+        self._tools = named_tools(body.tools or ())
         instructions = (Message(role="system", content=body.instructions),) if body.instructions else ()
         self._session, self._messages = session, checked_messages([*before, *read_items(body.input)])
         self.request = TurnRequest(
             messages=(*instructions, *self._messages),
-            tools=tuple(function_tool(str(tool.name), tool.description, tool.parameters) for tool in self._tools),
+            tools=tuple(_shown(name, tool) for name, (_, tool) in self._tools.items()),
             may_call=body.tool_choice != "none",
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
@@ -196,7 +230,8 @@ class Response(Exchange):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "error": None,
             "instructions": body.instructions, "previous_response_id": body.previous_response_id,
             "output": [] if answer is None else list(self._items(answer)),
-            "tools": msgspec.to_builtins(self._tools), "tool_choice": body.tool_choice or "auto",
+            "tools": msgspec.to_builtins([tool for _, tool in self._tools.values()]),
+            "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature, "top_p": body.top_p,
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "usage": usage,
@@ -210,10 +245,16 @@ class Response(Exchange):
         if text.content or not text.calls:
             yield self._item("content", text.content)
         for number, call in zip(answer.call_ids, text.calls, strict=True):
-            yield {
-                "type": "function_call", "id": f"fc_{number}", "call_id": number, "name": call.name,
-                "arguments": json_text(call.arguments), "status": "completed",
-            }  # fmt: skip
+            namespace, tool = self._tools.get(call.name, ("", None))
+            name = call.name if tool is None else tool.name
+            item = {"id": f"fc_{number}", "call_id": number, "name": name, "status": "completed"}
+            item |= {"namespace": namespace} if namespace else {}
+            if tool is not None and tool.type == "custom":
+                text = call.arguments.get("input")
+                text = text if isinstance(text, str) else json_text(call.arguments)
+                yield {**item, "type": "custom_tool_call", "id": f"ctc_{number}", "input": text}
+            else:
+                yield {**item, "type": "function_call", "arguments": json_text(call.arguments)}
 
     def _item(self, kind: str, text: str | None) -> dict[str, Any]:
         """A thought or the words; without `text`, one that has just begun."""
@@ -265,13 +306,14 @@ class Response(Exchange):
             out += self._event("output_item.added", output_index=self._place("content")["output_index"],
                                item=self._item("content", None))  # fmt: skip
         for number, item in enumerate(self._items(answer)):
-            if item["type"] == "function_call":
-                begun = {**item, "arguments": "", "status": "in_progress"}
+            if item["type"] in ("function_call", "custom_tool_call"):
+                field = "arguments" if item["type"] == "function_call" else "input"
+                begun = {**item, field: "", "status": "in_progress"}
                 place = {"item_id": item["id"], "output_index": number}
                 out += self._event("output_item.added", output_index=number, item=begun)
-                name, arguments = item["name"], item["arguments"]
-                out += self._event("function_call_arguments.delta", **place, delta=arguments)
-                out += self._event("function_call_arguments.done", **place, arguments=arguments, name=name)
+                kind = f"{item['type']}_{field}"
+                out += self._event(f"{kind}.delta", **place, delta=item[field])
+                out += self._event(f"{kind}.done", **place, **{field: item[field]}, name=item["name"])
             elif item["type"] == "message" and self._sent["content"]:
                 place = self._place("content")
                 out += self._event("output_text.done", **place, text=answer.text.content, logprobs=[])

@@ -5,8 +5,8 @@ call that does not parse stays in the words, as the model wrote it, and the turn
 
 | form | written as |
 |---|---|
-| hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` |
-| qwen_xml (Qwen3-Coder, Qwen3.5) | `<tool_call><function=name><parameter=k>v</parameter> ...</function></tool_call>` |
+| hermes (Qwen, Hermes) | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a list of such |
+| qwen_xml (Qwen3-Coder, 3.5) | `<tool_call><function=name><parameter=k>v</parameter> ...</function> ...</tool_call>` |
 | glm (GLM-4.5) | `<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> ...</tool_call>` |
 | minimax (M2) | `<invoke name="name"><parameter name="k">v</parameter> ...</invoke>` |
 | llama (Llama 3) | the whole turn is `{"name": ..., "parameters": {...}}`, behind `<|python_tag|>` or not |
@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -63,6 +63,7 @@ class _WrittenCall(msgspec.Struct):
         return ToolCall(self.name, _table(arguments) if isinstance(arguments, str) else arguments or {}, number)
 
 
+_WrittenCalls = Annotated[list[_WrittenCall], msgspec.Meta(min_length=1)]
 TextParameters = Mapping[tuple[str, str], bool]
 """By functions and their parameters that are texts: whether they may be null instead."""
 _Reader = Callable[[str, TextParameters], Sequence[ToolCall]]
@@ -75,7 +76,8 @@ def _table(text: str) -> dict[str, Any]:
 
 
 def _json_calls(text: str, texts: TextParameters) -> Sequence[ToolCall]:
-    return (msgspec.json.decode(text.strip(), type=_WrittenCall).call(),)
+    listed = text.strip() if text.lstrip().startswith("[") else f"[{text}]"
+    return [call.call() for call in msgspec.json.decode(listed, type=_WrittenCalls)]
 
 
 def _pairs(name: str, key: str, value_ends: str, ends: str = "", *, padding: str = "") -> _Reader:
@@ -84,7 +86,12 @@ def _pairs(name: str, key: str, value_ends: str, ends: str = "", *, padding: str
     call = re.compile(rf"\s*{name}\s*(.*)", re.DOTALL)
     pair = re.compile(rf"\s*{key}{padding}(.*?){padding}", re.DOTALL)
 
+    between = re.compile(rf"(?<={ends})\s*(?=<)") if ends else None
+
     def read(text: str, texts: TextParameters) -> Sequence[ToolCall]:
+        return [read_one(part, texts) for part in (between.split(text) if between else (text,))]
+
+    def read_one(text: str, texts: TextParameters) -> ToolCall:
         head = call.fullmatch(text)
         function = "" if head is None else head[1].strip()
         *written, behind = ("" if head is None else head[2]).split(value_ends)
@@ -92,7 +99,7 @@ def _pairs(name: str, key: str, value_ends: str, ends: str = "", *, padding: str
         if not function or behind.strip() != ends or len(pairs) < len(written):
             raise ValueError("a call is a name and pairs of a key and a value")
         values = {match[1].strip(): match[2] for match in pairs}
-        return (ToolCall(function, {key: _value(value, texts.get((function, key))) for key, value in values.items()}),)
+        return ToolCall(function, {key: _value(value, texts.get((function, key))) for key, value in values.items()})
 
     return read
 

@@ -37,6 +37,8 @@ def reply(prompt: str) -> str:
         return f"{CALL}\n{CALL.replace('Bern', 'Rome')}"
     if "<tool_response>" in last:
         return TOLD
+    if "patch?" in last:
+        return 'Now.\n<tool_call>[{"name": "mcp__sky__weather", "arguments": {"city": "Bern"}}, {"name": "patch", "arguments": {"input": "*** 1\\n+a"}}]</tool_call>'
     if "emoji" in last:
         return "ok \U0001f600"
     return f"Let me look.\n{CALL}" if "weather?" in last else "<think>\nhm\n</think>\n\nHello there."
@@ -316,6 +318,36 @@ async def test_codex(door: Door) -> None:
         await door.openai.post(
             "/responses", cast_to=object, body={**body, "tools": [*FLAT_TOOLS, {"type": "function"}]}
         )
+
+
+@pytest.mark.parametrize("namespace", ["mcp__sky", "mcp__sky__"])
+async def test_codex_gets_calls_of_its_namespaces_and_of_tools_whose_input_is_a_text(
+    door: Door, namespace: str
+) -> None:
+    tools: Any = [
+        {"type": "namespace", "name": namespace, "description": "of the sky", "tools": FLAT_TOOLS},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X+"}},
+    ]
+    asks: Any = [{"role": "user", "content": "patch?"}]
+    async with door.openai.responses.stream(model="any", input=asks, tools=tools) as stream:
+        kinds = [one.type async for one in stream]
+        response = await stream.get_final_response()
+    assert {f"response.custom_tool_call_input.{kind}" for kind in ("delta", "done")} < set(kinds)
+    _, weather, patch = items = [item.model_dump(exclude_none=True) for item in response.output]
+    assert (weather["type"], weather["namespace"], weather["name"]) == ("function_call", namespace, "weather")
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "*** 1\n+a")
+    assert "start: X+" in door.says.tokenizer.decode(door.says.prompts[0], skip_special=False)
+    outputs: Any = [
+        {
+            "type": "function_call_output",
+            "call_id": weather["call_id"],
+            "output": [{"type": "input_text", "text": "7"}],
+        },
+        {"type": "custom_tool_call_output", "call_id": patch["call_id"], "output": "done"},
+    ]
+    again = await door.openai.responses.create(model="any", input=[*asks, *items, *outputs], tools=tools)
+    assert again.output_text == TOLD
+    assert door.num_samples() == 1, "its own items are what it said"
 
 
 async def test_a_conversation_that_is_too_long_is_refused_in_words_that_clients_know(door: Door) -> None:

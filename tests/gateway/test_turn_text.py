@@ -28,6 +28,9 @@ WITHOUT_ARGUMENTS: list[tuple[ToolForm, str, str]] = [
 CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     ("hermes", "Hello", TurnText(content="Hello")),
     ("hermes", f"Look.\n{HERMES}", TurnText(content="Look.", calls=(FIND,))),
+    ("hermes", '<tool_call>[{"name": "now"}, {"name": "find", "arguments": {"q": "a"}}]</tool_call>', TurnText(calls=(ToolCall("now", {}), FIND))),
+    ("hermes", '<tool_call>[]</tool_call>', TurnText(content='<tool_call>[]</tool_call>', is_malformed=True)),
+    ("qwen_xml", "<tool_call>\n<function=now>\n</function>\n<function=find>\n<parameter=q>\na\n</parameter>\n</function>\n</tool_call>", TurnText(calls=(ToolCall("now", {}), FIND))),
     ("hermes", f"{HERMES}\n{HERMES}", TurnText(calls=(FIND, FIND))),
     ("hermes", f"<think>\nhm\n</think>\n\n{HERMES}", TurnText("hm", calls=(FIND,))),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"q\\": 1}"}</tool_call>', TurnText(calls=(ToolCall("f", {"q": 1}),))),
