@@ -18,11 +18,11 @@ from ...core.config.learning import ALL_LINEAR, LoraConfig
 from ...core.errors import ConfigError, ModelError, TrainError, raised_as
 from ...core.protocols import NamedArray
 from ...core.suggestion import suggest
-from .hf_folder import check_values, read_json, weight_files
+from .hf_folder import ADAPTER_CONFIG, check_values, read_json, weight_files
 from .model_config import ModelConfig
 from .safetensors_file import open_safetensors, write_safetensors
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 PARTS = ("lora_A", "lora_B")
@@ -94,7 +94,7 @@ def read_adapter(lora: LoraConfig, matrices: Matrices) -> dict[str, NamedArray]:
     """The adapters of `lora.path`, copied, by a trainer's names. Raises ModelError for a folder that is not PEFT's or
     not whole, ConfigError for one of another rank, alpha or choice of matrices."""
     folder = Path(lora.path)
-    config = read_json(folder / CONFIG, remedy="lora.path must be an adapter folder in PEFT's format")
+    config = read_json(folder / ADAPTER_CONFIG, remedy="lora.path must be an adapter folder in PEFT's format")
     for key, value in (("peft_type", "LORA"), ("r", lora.rank), ("lora_alpha", lora.alpha)):
         if config.get(key) != value:
             own_key = {"r": "rank", "lora_alpha": "alpha"}.get(key, "path")
@@ -142,7 +142,7 @@ def write_adapter(folder: str | Path, base: str, facts: Mapping[str, Any], tenso
     }  # fmt: skip
     with raised_as(ModelError, f"cannot write adapter folder {folder}", OSError, remedy="choose another folder"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_safetensors(Path(folder) / WEIGHTS, tensors)
 
 

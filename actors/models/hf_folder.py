@@ -39,6 +39,7 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+ADAPTER_CONFIG = "adapter_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -85,6 +86,11 @@ def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
     if the model is to have an MTP layer and has none."""
     root = _existing(folder)
     path = root / CONFIG
+    if (root / ADAPTER_CONFIG).is_file() and not path.exists():
+        raise ModelError(
+            f"{root} holds an adapter, not a model",
+            remedy='name its model as model.path and it as lora.path; with lora.export = "merged" a run writes a model',
+        )
     config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
     config = replace(config, folder_shapes=_shapes(root)) if config.foreign else config
     return config.with_mtp() if has_mtp else config
@@ -94,7 +100,7 @@ def _existing(folder: str | Path) -> Path:
     root = Path(folder)
     if not root.is_dir():
         raise ModelError(
-            f"model folder {root} does not exist",
+            f"model folder {root} {'is no folder' if root.exists() else 'does not exist'}",
             remedy="set model.path to a HuggingFace folder, or make a small one: "
             "python -m myxa.actors.models.tiny FOLDER",
         )

@@ -29,7 +29,7 @@ class RunRow:
 
     name: str
     state: str
-    """running, finished, failed, unfinished, unknown."""
+    """running, finished, failed, unfinished, not started, unknown."""
     step: int
     reward: float | None
     eval_reward: float | None

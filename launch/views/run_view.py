@@ -227,7 +227,8 @@ def outcome(run: RunFiles) -> RunOutcome:
         return RunOutcome("open", "running", "The run still works: this is how far it is.", phase or "starting")
     if phase:
         return RunOutcome("open", "unfinished", f"The last known phase is {phase!r}: it was killed.", phase)
-    return RunOutcome("open", "unknown", reason or "No event says how the run ended.")
+    word = "unknown" if run.reported else "not started"
+    return RunOutcome("open", word, reason or "No event says how the run ended; its logs may.")
 
 
 ALARMING = ("fail", "error", "gone", "fenced", "non-finite", "drop", "disabled", "killed", "restart", "full", "hung",

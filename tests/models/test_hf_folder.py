@@ -370,6 +370,11 @@ def test_a_missing_folder_or_config_says_what_to_do(tmp_path: Path):
         read_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter, not a model -- .*lora\.path"):
+        read_config(tmp_path)
+    with pytest.raises(ModelError, match="is no folder"):
+        read_config(tmp_path / "adapter_config.json")
     for text in ("{", "[1]", "\xff"):
         (tmp_path / "config.json").write_text(text, encoding="latin-1")
         with pytest.raises(ModelError, match=r"config\.json"):

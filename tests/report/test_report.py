@@ -225,6 +225,10 @@ def test_ls_names_the_runs_of_a_folder(folder: Path, capsys: pytest.CaptureFixtu
     assert {name: (row.state, row.step) for name, row in rows.items()} == {
         "first": ("finished", 40), "second": ("unfinished", 6),
     }  # fmt: skip
+    (folder / "third").mkdir()
+    (folder / "third" / "config.toml").touch()
+    assert {row.name: row.state for row in runs_of(folder)}["third"] == "not started", "its coordinator never answered"
+    shutil.rmtree(folder / "third")
     with RunDir(folder / "second").held():
         assert {row.name: row.state for row in runs_of(folder)}["second"] == "running"
     assert main(["ls", str(folder)]) == 0

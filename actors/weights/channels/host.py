@@ -45,8 +45,8 @@ from ....core.messages import TensorSpec, WeightDelta, WeightManifest
 from ....core.process import boot_id
 from ....core.protocols import NamedArray, WeightSenders, WeightWriter
 from ....core.weight_channel import FETCH_BYTES, FetchReply, FetchRequest, SenderOrder
-from ...models.adapters import CONFIG, WEIGHTS, write_adapter
-from ...models.hf_folder import open_weights, read_config, read_json, write_folder
+from ...models.adapters import WEIGHTS, write_adapter
+from ...models.hf_folder import ADAPTER_CONFIG, open_weights, read_config, read_json, write_folder
 from ...models.safetensors_file import open_safetensors
 from .delta import FILE, Bytes, patch_folder, write_delta
 
@@ -369,7 +369,8 @@ def check_adapter(manifest: WeightManifest) -> str:
             ]:
                 raise EngineError(f"{path} holds other adapters than were published", remedy="do not write there")
             _check(manifest, tensors)
-        return str(read_json(path.with_name(CONFIG), remedy="do not write there").get("base_model_name_or_path"))
+        about = read_json(path.with_name(ADAPTER_CONFIG), remedy="do not write there")
+        return str(about.get("base_model_name_or_path"))
     except ModelError as err:
         raise EngineError(f"cannot read {path}: {err.message}", remedy=err.remedy) from err
 
