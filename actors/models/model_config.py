@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, cast
 
 from ...core.errors import ConfigError, ModelError
@@ -168,8 +169,9 @@ class ModelConfig:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """HuggingFace name -> shape of every weight, in the order of the forward pass."""
-        return dict(self.folder_shapes) if self.foreign else self._own_shapes()
+        return dict(self.folder_shapes if self.foreign else self._own_shapes())
 
+    @lru_cache(maxsize=2)  # noqa: B019 -- a few values, of 45,000 entries for DeepSeek-V3
     def _own_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
@@ -651,6 +653,14 @@ def _sigmoid_obstacles(fields: _Fields) -> Iterator[str]:
         yield f"num_experts_per_tok {per_token} from topk_group {top} of n_group {groups}"
 
 
+_CONTEXT_NAMES = (
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "context_length",
+    "model_max_length",
+)  # fmt: skip
+_NO_CONTEXT = 2048
+"""Where a file says none (Mamba, BLOOM, Falcon): so much SGLang takes then, and transformers for Falcon."""
+
+
 def _foreign(fields: _Fields, why: str) -> ModelConfig:
     """Sizes by any of the names that families give them; what a family does not say is 0, or follows from the rest."""
 
@@ -663,8 +673,11 @@ def _foreign(fields: _Fields, why: str) -> ModelConfig:
             f"model_type {fields.get('model_type')!r} has its language model in text_config, beside other parts",
             "use the folder of a language model alone",
         )
-    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", default=1)
-    layers = size("num_hidden_layers", "n_layer", "num_layers", most=MAX_LAYERS)
+    hidden, heads = (
+        size("hidden_size", "n_embd", "d_model"),
+        size("num_attention_heads", "n_head", "n_heads", default=1),
+    )
+    layers = size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
     head_dim = size("head_dim", default=max(hidden // heads, 1))
     return ModelConfig(
         model_type=str(fields.get("model_type")),
@@ -675,7 +688,7 @@ def _foreign(fields: _Fields, why: str) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads", default=heads),
         head_dim=head_dim,
-        context_length=size("max_position_embeddings", "n_positions", "max_sequence_length"),
+        context_length=size(*_CONTEXT_NAMES, default=_NO_CONTEXT),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=True),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         rotary_dim=head_dim,

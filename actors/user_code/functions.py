@@ -16,6 +16,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,6 +95,8 @@ def load_function(name: str, expected: Expected, args: Mapping[str, Any] | None 
 
 def is_async(fn: Callable[..., Any]) -> bool:
     """Whether calling it gives something to await."""
+    while isinstance(fn, partial):
+        fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 

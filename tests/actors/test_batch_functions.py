@@ -21,7 +21,7 @@ from myxa.core.samples import Group, TrainSample
 EXAMPLE = (Path(__file__).parents[2] / "examples" / "own_algorithm.py").read_text()
 OPTIONS = StepPlanOptions(AlgoConfig(), num_ranks=2, max_tokens=40, minibatches=1)
 WRONG = """
-import math, numpy as np, time
+import functools, math, numpy as np, time
 
 CALM = 3
 
@@ -37,6 +37,9 @@ def torn(groups): return [[[0.0], 0.0, 0.0] for _ in groups]
 def ragged(groups): return [[[[0.0], [0.0, 1.0]], 0.0, 0.0] for _ in groups]
 def plenty(groups, other): return []
 async def later(groups): return []
+class Later:
+    async def __call__(self, groups): return []
+bound = functools.partial(functools.partial(Later()))
 def sleeps(groups): time.sleep(60)
 """
 
@@ -146,7 +149,8 @@ async def test_one_that_hangs_is_named_and_not_waited_for(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("plenty", "missing a required argument"), ("later", "is an async function")]
+    ("name", "said"),
+    [("plenty", "missing a required argument"), ("later", "is an async function"), ("bound", "is an async function")],
 )
 def test_a_function_of_another_kind_is_refused_when_it_is_loaded(mine: Path, name: str, said: str) -> None:
     mine.write_text(WRONG)

@@ -365,6 +365,21 @@ def test_a_window_counts_where_the_family_uses_it_and_a_sample_can_be_longer(cha
                 config.require_window("the trainer", length)
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes", "length"),
+    [
+        ("mamba", {}, 2048), ("bloom", {"seq_length": 512}, 512), ("bloom", {}, 2048), ("mpt", {"max_seq_len": 96}, 96),
+        ("rwkv", {"context_length": 64}, 64), ("gpt2", {"n_positions": 32}, 32),
+    ],
+)  # fmt: skip
+def test_families_name_their_context_in_many_ways_or_not_at_all(family: str, sizes: dict[str, int], length: int):
+    from transformers import AutoConfig
+
+    source = json.loads(AutoConfig.for_model(family, **sizes).to_json_string())
+    config = parse_model_config(source, "config.json")
+    assert (config.context_length, bool(config.foreign)) == (length, True)
+
+
 def test_a_missing_folder_or_config_says_what_to_do(tmp_path: Path):
     with pytest.raises(ModelError, match=r"does not exist.*model\.path"):
         read_config(tmp_path / "nowhere")
