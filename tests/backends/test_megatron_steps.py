@@ -636,6 +636,8 @@ def test_routing_cannot_be_replayed_everywhere(num_experts: int, table: dict[str
         ("ddp", "bucket_siz", 'did you mean "bucket_size"'),
         ("optimizer", "clip_grad", "myxa decides this itself"),
         ("model", "moe_aux_loss_coeff", "myxa decides this itself"),
+        ("model", "grad_scale_func", "myxa decides this itself"),
+        ("optimizer", "timers", "myxa decides this itself"),
         ("model", "fp8", "myxa decides this itself"),
         ("model", "softmax_scale", "myxa decides this itself"),
         ("optimizer", "decoupled_lr", "myxa decides this itself"),

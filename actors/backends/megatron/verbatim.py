@@ -39,6 +39,8 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "activation_func_clamp_value", "glu_linear_offset", "heterogeneous_block_specs", "fp8", "fp4",
         "fp32_residual_connection", "hybrid_context_parallel", "moe_input_jitter_eps",
         "moe_router_force_load_balancing", "moe_router_load_balancing_type", "moe_expert_capacity_factor",
+        "timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func",
+        "init_method", "output_layer_init_method", "embedding_init_method", "_cpu_offloading_context", "quant_recipe",
     ),
     "ddp": (
         "use_distributed_optimizer", "average_in_collective", "use_megatron_fsdp", "use_custom_fsdp",
@@ -48,12 +50,13 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad",
         "decoupled_weight_decay", "use_distributed_optimizer", "overlap_param_gather",
         "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "optimizer_offload_fraction", "bf16",
-        "fp16", "params_dtype", "loss_scale", "decoupled_lr", "decoupled_min_lr",
+        "fp16", "params_dtype", "loss_scale", "decoupled_lr", "decoupled_min_lr", "timers",
     ),
 }  # fmt: skip
 """Fields that follow from the model folder or from other keys of the run file, that our layers and schedule do not
 read, or that would train something else: losses that Megatron adds by itself are not normalised like the policy's,
-dropout and noise make log-probs random, tokens dropped by experts make them depend on other sequences."""
+dropout and noise make log-probs random, tokens dropped by experts make them depend on other sequences. The last of each
+table hold code, which no file can say."""
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "transformer_engine": (
         "moe_permute_fusion", "moe_router_fusion", "fine_grained_activation_offloading",
