@@ -14,11 +14,11 @@ from .exchange import (
     Exchange,
     call_table,
     check_has,
-    check_tool_choice,
     checked_messages,
     event,
     facts_of,
     function_tool,
+    may_call,
     read_body,
     refuse,
     sampling_of,
@@ -51,12 +51,12 @@ class Block(msgspec.Struct):
     type: str
     text: str | None = None
     thinking: str | None = None
-    id: str = ""
+    id: str | None = None
     name: str | None = None
-    input: dict[str, Any] = {}
+    input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
-    is_error: bool = False
+    is_error: bool | None = None
 
 
 _NEEDED = {"text": ("text",), "thinking": ("thinking",), "tool_use": ("name",), "tool_result": ("tool_use_id",)}
@@ -148,9 +148,6 @@ class AnthropicMessage(Exchange):
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, MessagesBody)
-        tool_choice = body.tool_choice or {}
-        choice = tool_choice.get("type", "auto")
-        check_tool_choice(choice)
         if body.thread is not None:  # the SDK's tool runner then sends its request again without one
             reason = "no thread is kept here: send all messages with each request"
             raise RequestFault("invalid", reason, param="thread", code="thread_unsupported_request")
@@ -166,8 +163,8 @@ class AnthropicMessage(Exchange):
         self.request = TurnRequest(
             messages=checked_messages(messages),
             tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()),
-            may_call=choice != "none",
-            max_calls=1 if tool_choice.get("disable_parallel_tool_use") else None,
+            may_call=may_call(body.tool_choice),
+            max_calls=1 if (body.tool_choice or {}).get("disable_parallel_tool_use") else None,
             sampling=sampling_of(
                 temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
                 stop=body.stop_sequences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ MODEL = POLICY
 """The name of what is trained. Any name that a client says is taken, but for those of `[models.NAME]`."""
 MAX_CHOICES = 128
 Decode = Callable[[Sequence[int]], str]
-_PLACE = re.compile(r"at `\$\.?([^`]*)`|field `([^`]*)`")
+_PLACE = re.compile(r"(?:at `\$\.?|field `)([^`]*)`")
 
 
 class Exchange(ABC):
@@ -66,7 +67,7 @@ class Exchange(ABC):
 
 
 class OpenAiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What OpenAI's requests share. All but the first is without effect."""
+    """What OpenAI's requests share. All but the first is without effect: token ids are told of every answer."""
 
     parallel_tool_calls: bool | None = None
     metadata: Any = None
@@ -74,6 +75,7 @@ class OpenAiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
+    return_token_ids: Any = None
     service_tier: Any = None
     store: Any = None
     user: Any = None
@@ -92,14 +94,17 @@ STATUS: Mapping[str, int] = {
 
 
 def read_body(body: bytes, kind: type[T]) -> T:
-    """A JSON body as a struct. Raises RequestFault, which names the field."""
+    """A JSON body as a struct; a null is a field left out. Raises RequestFault, which names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.json.decode(body, type=kind)
+        table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        said = {name: value for name, value in table.items() if bytes(value) != b"null"}
+        return msgspec.json.decode(msgspec.json.encode(said), type=kind)
     except (RecursionError, UnicodeError) as error:
         raise RequestFault("invalid", f"the body is nested too deeply, or is no UTF-8: {error}") from None
     except msgspec.DecodeError as error:
-        match = _PLACE.search(str(error))
-        param = (match[1] or match[2]) if match else None
+        param = ".".join(reversed(_PLACE.findall(str(error)))) or None
         raise RequestFault("invalid", f"the body cannot be read: {error}", param=param) from None
 
 
@@ -149,9 +154,9 @@ def arguments_of(text: object) -> Any:
         return text
 
 
-def call_table(number: str, name: str, arguments: object) -> dict[str, Any]:
+def call_table(number: str | None, name: str, arguments: object) -> dict[str, Any]:
     """A tool call as chat templates know it."""
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
+    return {"id": number or "", "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -166,10 +171,12 @@ def refuse(is_wrong: object, param: str, fault: str) -> None:
         raise RequestFault("invalid", f"{param} {fault}", param=param)
 
 
-def check_tool_choice(choice: object) -> None:
-    """Raises RequestFault for a call that is forced."""
+def may_call(choice: str | dict[str, Any] | None) -> bool:
+    """Whether the model may call tools. Raises RequestFault for a call that is forced."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
     fault = "must be auto or none: a call that is forced is none of the model's own"
-    refuse(choice not in (None, "auto", "none"), "tool_choice", fault)
+    refuse(kind not in (None, "auto", "none"), "tool_choice", fault)
+    return kind != "none"
 
 
 def sampling_of(**values: object) -> dict[str, Any]:
@@ -180,9 +187,9 @@ def sampling_of(**values: object) -> dict[str, Any]:
     return sampling
 
 
-def checked_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+def checked_messages(messages: Sequence[Message], param: str = "messages") -> tuple[Message, ...]:
     """Raises RequestFault for none."""
-    refuse(not messages, "messages", "is empty: send at least one")
+    refuse(not messages, param, "is empty: send at least one")
     return tuple(messages)
 
 

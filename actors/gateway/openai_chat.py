@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
 
@@ -15,11 +15,11 @@ from .exchange import (
     OpenAiBody,
     call_table,
     check_has,
-    check_tool_choice,
     checked_messages,
     event,
     facts_of,
     function_tool,
+    may_call,
     read_body,
     refuse,
     sampling_of,
@@ -73,14 +73,14 @@ class CalledFunction(msgspec.Struct):
     """Of a tool call in a history."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class CalledTool(msgspec.Struct):
     """A tool call in a history."""
 
     function: CalledFunction
-    id: str = ""
+    id: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -131,7 +131,7 @@ class ChatBody(_Shared, forbid_unknown_fields=True, kw_only=True):
 class CompletionBody(_Shared, forbid_unknown_fields=True, kw_only=True):
     """What a client sends to `/v1/completions`."""
 
-    prompt: str | list[str]
+    prompt: str | list[Any]
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -154,14 +154,6 @@ def read_message(message: ChatMessage, place: str) -> Message:
         ),
         tool_call_id=message.tool_call_id or "",
         extra={"reasoning_content": thought} if thought else {},
-    )
-
-
-def read_tools(tools: Sequence[ChatTool] | None, choice: str | dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
-    """As chat templates know them. Raises RequestFault for a call that is forced."""
-    check_tool_choice(choice)
-    return tuple(
-        function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools or ()
     )
 
 
@@ -202,13 +194,13 @@ class ChatCompletion(_Completion):
         refuse(not is_text, "response_format", "must be text: no grammar is applied")
         refuse(body.modalities not in (None, ["text"]), "modalities", "must be text")
         refuse(body.top_logprobs, "top_logprobs", "must be 0: engines tell those of drawn tokens")
-        tools = read_tools(body.tools, body.tool_choice)
+        functions = [tool.function for tool in body.tools or ()]
         messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(body.messages)]
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         self.request = TurnRequest(
             messages=checked_messages(messages),
-            tools=tools,
-            may_call=body.tool_choice != "none",
+            tools=tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in functions),
+            may_call=may_call(body.tool_choice),
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=body.sampling(limit),
             fingerprint=key,
@@ -277,13 +269,16 @@ class TextCompletion(_Completion):
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, CompletionBody)
-        prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-        refuse(len(prompts) != 1 or not prompts[0], "prompt", "must be one text")
+        prompt: Any = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
+        prompt = [prompt] if isinstance(prompt, int) else prompt
+        kinds = {type(token) for token in cast("list[object]", prompt)} if isinstance(prompt, list) else {type(prompt)}
+        is_one = prompt and kinds == ({int} if isinstance(prompt, list) else {str})
+        refuse(not is_one, "prompt", "must be one text, or the token ids of one")
         others = body.echo or body.suffix or body.best_of not in (None, 1)
         refuse(others, "echo", "is not supported, nor are suffix and best_of: leave them out")
         refuse((body.logprobs or 0) > 1, "logprobs", "must be 0 or 1: engines tell those of drawn tokens")
         limit = 16 if body.max_tokens is None else body.max_tokens
-        self.request = TurnRequest(text=prompts[0], sampling=body.sampling(limit), may_call=False, fingerprint=key)
+        self.request = TurnRequest(text=prompt, sampling=body.sampling(limit), may_call=False, fingerprint=key)
         self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -291,15 +286,16 @@ class TextCompletion(_Completion):
         return self._whole(self.kind, choices, answers)
 
     def _choice(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
-        logprobs = None
-        if answer is not None and self._tells_logprobs:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if answer is None:
+            return choice
+        if self._tells_logprobs:
             texts = [self.decode([token]) for token in answer.token_ids]
-            logprobs = {"tokens": texts, "token_logprobs": list(answer.logprobs), "top_logprobs": None}
-        finish = None if answer is None else answer.finish
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+            choice["logprobs"] = {"tokens": texts, "token_logprobs": list(answer.logprobs), "top_logprobs": None}
+        return {**choice, "finish_reason": answer.finish, "token_ids": list(answer.token_ids)}
 
     def delta(self, index: int, reasoning: str, content: str) -> str:
-        return event({**self._head(self.kind), "choices": [self._choice(index, reasoning + content, None)]})
+        return event({**self._head(self.kind), "choices": [self._choice(index, content, None)]})
 
     def end(self, index: int, answer: Answer) -> str:
         return event({**self._head(self.kind), "choices": [self._choice(index, "", answer)]})

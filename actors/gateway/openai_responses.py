@@ -16,11 +16,11 @@ from .exchange import (
     OpenAiBody,
     call_table,
     check_has,
-    check_tool_choice,
     checked_messages,
     event,
     facts_of,
     function_tool,
+    may_call,
     read_body,
     refuse,
     sampling_of,
@@ -42,10 +42,10 @@ class InputItem(msgspec.Struct):
     ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
-    call_id: str = ""
+    call_id: str | None = None
     name: str | None = None
-    namespace: str = ""
-    arguments: str = "{}"
+    namespace: str | None = None
+    arguments: str | None = None
     input: str | None = None
     output: str | list[dict[str, Any]] | None = None
     summary: list[dict[str, Any]] | None = None
@@ -78,7 +78,7 @@ class TextFormat(msgspec.Struct):
 class TextSettings(msgspec.Struct):
     """Of the words."""
 
-    format: TextFormat = msgspec.field(default_factory=TextFormat)
+    format: TextFormat | None = None
     verbosity: Any = None
 
 
@@ -131,11 +131,11 @@ def read_items(items: str | Sequence[InputItem]) -> list[Message]:
             messages[-1] = msgspec.structs.replace(messages[-1], tool_calls=calls)
         else:
             output = text_of(item.output, f"{place}.output", TEXT_PARTS)
-            messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
+            messages.append(Message(role="tool", content=output, tool_call_id=item.call_id or ""))
     return messages
 
 
-def shown_name(namespace: str, name: str) -> str:
+def shown_name(namespace: str | None, name: str) -> str:
     """By which the model knows a tool of a namespace."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
@@ -183,8 +183,7 @@ class Response(Exchange):
         """`session`: knows conversations up to earlier answers; this one's is added by `whole` and `close`."""
         super().__init__()
         self._body = body = read_body(raw, ResponseBody)
-        check_tool_choice(body.tool_choice)
-        is_text = body.text is None or body.text.format.type == "text"
+        is_text = body.text is None or body.text.format is None or body.text.format.type == "text"
         refuse(not is_text, "text.format", "must be text: no grammar is applied")
         asks_logprobs = "message.output_text.logprobs" in (body.include or ())
         refuse(asks_logprobs, "include", "cannot ask for log-probs here: ask /v1/chat/completions")
@@ -196,11 +195,11 @@ class Response(Exchange):
             before = session.conversations[body.previous_response_id]
         self._tools = named_tools(body.tools or ())
         instructions = (Message(role="system", content=body.instructions),) if body.instructions else ()
-        self._session, self._messages = session, checked_messages([*before, *read_items(body.input)])
+        self._session, self._messages = session, checked_messages([*before, *read_items(body.input)], "input")
         self.request = TurnRequest(
             messages=(*instructions, *self._messages),
             tools=tuple(_shown(name, tool) for name, (_, tool) in self._tools.items()),
-            may_call=body.tool_choice != "none",
+            may_call=may_call(body.tool_choice),
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
             fingerprint=key,
@@ -244,6 +243,7 @@ class Response(Exchange):
             yield self._item("reasoning", text.reasoning)
         if text.content or not text.calls:
             yield self._item("content", text.content)
+        namespaces = {tool.name: tool.namespace for tool in self._tools if tool.namespace}
         for number, call in zip(answer.call_ids, text.calls, strict=True):
             namespace, tool = self._tools.get(call.name, ("", None))
             name = call.name if tool is None else tool.name

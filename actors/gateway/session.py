@@ -73,8 +73,8 @@ class TurnRequest:
     """The client gets no more of a turn's calls."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of SamplingParams that the client says."""
-    text: str | None = None
-    """In place of messages: the prompt itself, without a chat template."""
+    text: str | Sequence[int] | None = None
+    """In place of messages: the prompt itself or its token ids, without a chat template."""
     fingerprint: bytes = b""
     """Equal for requests that ask for the same."""
     is_retry: bool = False
@@ -384,8 +384,11 @@ class AgentSession:
         digest, thoughts = _digest(b"", request.tools), list[str]()
         history = _History(0, (), digest, ())
         for number, message in enumerate(request.messages, 1):
-            digest = _digest(digest, _canonical(message))
+            before, digest = digest, _digest(digest, _canonical(message))
             if message.role == "assistant":
+                if digest not in self._places:
+                    message = _with_thought_apart(message)
+                    digest = _digest(before, _canonical(message))
                 thoughts.append(str(message.extra.get("reasoning_content", "")).strip())
                 places = self._places.get(digest, ())
                 if matches := [place for place in places if _thoughts_agree(thoughts, place.thoughts)]:
@@ -394,7 +397,7 @@ class AgentSession:
         all_thoughts = (*history.thoughts, *thoughts[len(history.thoughts) :])
         return _History(history.num_messages, history.places, digest, all_thoughts)
 
-    def _begin_line(self, prompt: Prompt, text: str | None) -> _Line:
+    def _begin_line(self, prompt: Prompt, text: str | Sequence[int] | None) -> _Line:
         root = self._root
         is_own = text is None and (prompt.messages, prompt.tools) == (root.prompt.messages, root.prompt.tools)
         if is_own and not any(line.episode is root for line in self._lines):
@@ -423,7 +426,7 @@ class AgentSession:
         form: ToolForm | None = self._form if request.may_call and request.tools else None
         read_text = partial(
             read_turn, form=form, begins_inside=begins_in_thought(self._tokenizer, episode.token_ids),
-            texts=text_parameters(request.tools),
+            texts=text_parameters(request.tools), is_plain=request.text is not None,
         )  # fmt: skip
         num_prompt = episode.num_tokens
         growing = GrowingText(episode, lambda ids: self.decode(self._without_end(ids)))
@@ -657,6 +660,13 @@ def _digest(before: bytes, message: object) -> bytes:
 def _thoughts_agree(thoughts: Sequence[str], recorded: Sequence[str]) -> bool:
     """Whether a client tells the thoughts that were; it may leave any out."""
     return all(not thought or thought == record for thought, record in zip(thoughts, recorded, strict=True))
+
+
+def _with_thought_apart(message: Message) -> Message:
+    """Some clients put the thought that they got beside the words before them."""
+    turn = read_turn(message.content, None)
+    extra = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return replace(message, content=turn.content, extra={**extra, **message.extra})
 
 
 def _canonical(message: Message) -> object:

@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 ToolForm = Literal["hermes", "qwen_xml", "glm", "minimax", "llama", "deepseek", "kimi", "mistral"]
+MAX_ENDS = 8
 THOUGHT_ENDS = "</think>"
 THOUGHT_BEGINS = "<think>"
 
@@ -178,6 +181,8 @@ class _Form:
     """A mark with which a call begins; words before it are words."""
     ends: str = "</tool_call>"
     """Empty: the end of the turn."""
+    num_ends: int = 1
+    """Places of that mark that may be a call's end: a text in JSON may hold it."""
     wrapping: tuple[str, ...] = ()
     """Marks around all calls."""
     sign: str = ""
@@ -186,16 +191,16 @@ class _Form:
 
 _FORMS: Mapping[ToolForm, _Form] = {
     "deepseek": _Form(
-        _deepseek_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+        _deepseek_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", MAX_ENDS,
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
     "kimi": _Form(
-        _kimi_calls, "<|tool_call_begin|>", "<|tool_call_end|>",
+        _kimi_calls, "<|tool_call_begin|>", "<|tool_call_end|>", MAX_ENDS,
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
     "mistral": _Form(_mistral_calls, _MISTRAL_MARK, ""),
     "minimax": _Form(
-        _pairs(r'"([^"]+)">', r'<parameter name="([^"]+)">', "</parameter>"), "<invoke name=", "</invoke>",
+        _pairs(r'"([^"]+)">', r'<parameter name="([^"]+)">', "</parameter>"), "<invoke name=", "</invoke>", 1,
         ("<minimax:tool_call>", "</minimax:tool_call>"),
     ),
     "glm": _Form(
@@ -205,7 +210,7 @@ _FORMS: Mapping[ToolForm, _Form] = {
         _pairs(r"<function=([^>]+)>", r"<parameter=([^>]+)>", "</parameter>", "</function>", padding=r"\n?"),
         sign="<function=",
     ),
-    "hermes": _Form(_json_calls),
+    "hermes": _Form(_json_calls, num_ends=MAX_ENDS),
     "llama": _Form(_llama_calls, _LLAMA_TAG, "", sign=r'<\|python_tag\|>|"parameters":\s*\{(?!\s*"type")'),
 }  # fmt: skip
 """In the order in which that of a template is looked for."""
@@ -224,10 +229,13 @@ def read_turn(
     *,
     begins_inside: bool = False,
     is_whole: bool = True,
+    is_plain: bool = False,
     texts: TextParameters = MappingProxyType({}),
 ) -> TurnText:
     """`text`: without the token that ends the turn. `form` None: no tool may be called. `begins_inside`: of a thought.
-    `is_whole`: False while more comes; then an end that may begin a mark is held back."""
+    `is_whole`: False while more comes; then an end that may begin a mark is held back. `is_plain`: all are words."""
+    if is_plain:
+        return TurnText(content=text)
     reasoning, content = _thought(text, begins_inside=begins_inside, is_whole=is_whole)
     if form is None:
         return TurnText(reasoning, content if is_whole else without_begun(content, (THOUGHT_BEGINS,)))
@@ -242,7 +250,7 @@ def read_turn(
     if not is_whole:
         return TurnText(reasoning, text.rstrip())
     unread, calls = _without_calls(content[begin:], marks, texts)
-    if marks.begins in unread:  # a call that cannot be read, or has no end
+    if marks.begins in unread or not calls:  # a call that cannot be read, or has no end
         return TurnText(reasoning, text + unread.removeprefix(_LLAMA_TAG if form == "llama" else ""), calls, True)
     for mark in marks.wrapping:
         unread = unread.replace(mark, "")
@@ -253,14 +261,18 @@ def _without_calls(text: str, form: _Form, texts: TextParameters) -> tuple[str, 
     """What is left of the text without the calls that can be read, and those."""
     pieces, calls, position = list[str](), list[ToolCall](), 0
     while (begin := text.find(form.begins, position)) >= 0:
-        end = text.find(form.ends, begin) if form.ends else len(text)
-        if end < 0:
+        start = begin + len(form.begins)
+        ends = list(islice(re.compile(re.escape(form.ends) or r"\Z").finditer(text, start), form.num_ends))
+        if not ends:
             break
         pieces.append(text[position:begin])
-        position = end + len(form.ends)
-        try:
-            calls += form.read(text[begin + len(form.begins) : end], texts)
-        except (ValueError, msgspec.MsgspecError):
+        for end in ends:
+            with suppress(ValueError, msgspec.MsgspecError):
+                calls += form.read(text[start : end.start()], texts)
+                position = end.end()
+                break
+        else:
+            position = ends[0].end()
             pieces.append(text[begin:position])
     return "".join([*pieces, text[position:]]), tuple(calls)
 

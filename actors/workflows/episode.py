@@ -336,11 +336,13 @@ class Episode:
         prompt = replace(self._prompt, messages=tuple(messages), tools=tuple(dict(tool) for tool in tools))
         return self._open_episode(prompt, self._renderer.prompt(prompt))
 
-    def text(self, text: str) -> Episode:
-        """A further sample of this rollout whose prompt is this text, without a chat template. Raises as `session`."""
-        return self._open_episode(
-            replace(self._prompt, messages=(), tools=()), np.asarray(self._tokenizer.encode(text), np.int32)
-        )
+    def text(self, text: str | Sequence[int]) -> Episode:
+        """A further sample of this rollout whose prompt is this text, or its token ids, without a chat template. Raises
+        as `session`."""
+        ids = self._tokenizer.encode(text) if isinstance(text, str) else text
+        if any(not 0 <= token < self._tokenizer.vocab_size for token in ids):
+            raise self._misuse("got an id of no token", f"give ids from 0 to {self._tokenizer.vocab_size - 1}")
+        return self._open_episode(replace(self._prompt, messages=(), tools=()), np.asarray(ids, np.int32))
 
     def _open_episode(self, prompt: Prompt, prompt_ids: I32) -> Episode:
         return Episode(

@@ -26,7 +26,7 @@ class Says:
 
     def __init__(self, model: ChatModel, answer: Callable[[str], str]) -> None:
         self.tokenizer = model.tokenizer()
-        self._answer, self._end = answer, model.ends[0]
+        self.answer, self._end = answer, model.ends[0]
         self.prompts: list[list[int]] = []
         self.may_go = asyncio.Event()
         self.may_go.set()
@@ -34,7 +34,7 @@ class Says:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Delta]:
         ids: list[int] = request.input_ids.tolist()
         self.prompts.append(ids)
-        text = self._answer(self.tokenizer.decode(ids, skip_special=False))
+        text = self.answer(self.tokenizer.decode(ids, skip_special=False))
         drawn = self.tokenizer.encode(f"{text}{self._end}")
         limit = request.sampling.max_new_tokens
         for at, one in enumerate(drawn[:limit]):

@@ -254,6 +254,30 @@ async def test_what_anthropics_clients_ask_for_in_vain_is_refused(door: Door, mo
     await door.anthropic.post("/v1/messages", cast_to=object, body=body)
 
 
+NULL_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": None, "index": None, "function": {"name": "f", "arguments": None}}],
+}
+NULL_USE = {"type": "tool_use", "id": None, "name": "f", "input": None, "text": None, "is_error": None}
+NULLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [NULL_CALL, *HELLO], "functions": None, "audio": None, "n": None}),
+    ("/v1/responses", {"input": [{"type": "function_call", "name": "f", "call_id": None, "arguments": None}, *HELLO],
+                       "text": {"format": None}, "conversation": None}),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": [NULL_USE]}, *HELLO], "max_tokens": 5, "container": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), NULLS)
+async def test_a_null_is_a_field_left_out(door: Door, path: str, body: dict[str, Any]) -> None:
+    """Clients in Java and Go write every field of theirs."""
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+        assert (await client.post(f"{door.url}{path}", json=body)).status_code == 200
+        refused = await client.post(f"{door.url}{path}", json={**body, "unknown": 0})
+        assert refused.status_code == 400 and "`unknown`" in refused.json()["error"]["message"]
+    said = '{"name": "f", "arguments": {}}'
+    assert said in door.says.tokenizer.decode(door.says.prompts[-1], skip_special=False)
+
+
 def test_a_line_separator_in_a_text_ends_no_line_of_a_stream() -> None:
     """httpx, and with it LiteLLM, splits lines as `str.splitlines` does."""
     said = {"text": "a\u2028b\u2029c\x85d\ne"}
@@ -262,8 +286,20 @@ def test_a_line_separator_in_a_text_ends_no_line_of_a_stream() -> None:
 
 
 async def test_openai_completions(door: Door) -> None:
-    whole = await door.openai.completions.create(model="any", prompt="once", max_tokens=100)
-    assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("Hello there.", "stop")
+    """Agents that render prompts themselves send texts, or token ids, and read thoughts in the text."""
+    ids = door.says.tokenizer.encode("once")
+    for prompt in ("once", ["once"], ids, [ids]):
+        whole = await door.openai.completions.create(model="any", prompt=prompt, max_tokens=100)
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (reply("once"), "stop")
+        assert door.says.prompts[-1] == ids
+        told: Any = whole.choices[0].model_extra
+        assert door.says.tokenizer.decode(told["token_ids"]) == reply("once")
+    stream = await door.openai.completions.create(model="any", prompt="once", max_tokens=100, stream=True)
+    assert "".join([one.choices[0].text async for one in stream]) == reply("once")
+    wrong: Any = ([1, "a"], ["a", "b"], [], [[]], "", [True], [None], [{}], [[[1]]], [-1], [10**9], [10**30])
+    for prompt in wrong:
+        with pytest.raises(openai.BadRequestError, match="prompt must be one text|an id of no token"):
+            await door.openai.completions.create(model="any", prompt=prompt, max_tokens=100)
     with pytest.raises(openai.BadRequestError, match="logprobs must be 0 or 1"):
         await door.openai.completions.create(model="any", prompt="once", logprobs=5)
     stream = await door.openai.completions.create(model="any", prompt="once", max_tokens=5, stream=True)
@@ -455,6 +491,7 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 1000}, "n"),
     ({"unknown": 1}, "unknown"),
     ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
 ]

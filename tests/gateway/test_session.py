@@ -57,17 +57,23 @@ def learnt(samples: tuple[Sample, ...]) -> Counter[tuple[int, ...]]:
     return found
 
 
-async def test_a_history_as_it_was_told_continues_the_same_tokens() -> None:
+@pytest.mark.parametrize("is_glued", [False, True])
+async def test_a_history_as_it_was_told_continues_the_same_tokens(is_glued: bool) -> None:
+    """`is_glued`: the client put the thought before the words, as LiteLLM does with merge_reasoning_content_in_choices."""
     says = Says(QWEN3, lambda prompt: f"<think>\nsecret\n</think>\n\nanswer {prompt.count('user')}")
     session = session_of(says).session
     first = await told(session, *USER)
-    second = await told(session, *USER, first.message(), user("more"))
+    glued = Message(role="assistant", content=f"<think>secret</think>\n{first.text.content}")
+    second = await told(session, *USER, glued if is_glued else first.message(), user("more"))
     assert second.text.content == "answer 2"
     assert says.prompts[1][: len(says.prompts[0])] == says.prompts[0]
     assert "secret" in says.tokenizer.decode(says.prompts[1])  # the template would leave the thought out
     (sample,) = session.samples()
     assert sample.num_turns == 2
     assert learnt((sample,)) == Counter([first.token_ids, second.token_ids])
+    other = Message(role="assistant", content=glued.content.replace("secret", "other"))
+    await told(session, *USER, other, user("more"))
+    assert (session.counts["edited"], len(session.samples())) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", [UserCodeError, RequestRefused])
