@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,16 +31,20 @@ def fault_body(path: str, fault: RequestFault) -> dict[str, Any]:
     return (anthropic_fault if path.startswith(AnthropicMessage.path) else openai_fault)(fault)
 
 
-def models(path: str, is_anthropic: bool, others: Iterable[str] = ()) -> dict[str, Any]:
-    """What `/v1/models` lists, the policy and the models of the run's own; or a model, of any name as in requests."""
+def models(path: str, is_anthropic: bool, policy: AgentSession, others: ModelsOfRollout) -> dict[str, Any]:
+    """What `/v1/models` lists, the policy and the models of the run's own; or a model, of any name as in requests. With
+    the length of its context, by which agents know when to shorten a conversation."""
     name = path.removeprefix(MODELS_PATH).strip("/")
-    names = (name,) if name else (MODEL, *others)
+    lengths = {MODEL: policy.context_length} | {other: model.root.context_length for other, model in others.items()}
+    lengths = {name: lengths.get(name, policy.context_length)} if name else lengths
+    names = list(lengths)
     if is_anthropic:
-        began = "1970-01-01T00:00:00Z"
-        rows = [{"type": "model", "id": model, "display_name": model, "created_at": began} for model in names]
+        facts = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+        rows = [{"id": one, "display_name": one, "max_input_tokens": lengths[one], **facts} for one in names]
         return rows[0] if name else {"data": rows, "has_more": False, "first_id": MODEL, "last_id": names[-1]}
-    data = [{"id": model, "object": "model", "created": 0, "owned_by": "myxa"} for model in names]
-    return data[0] if name else {"object": "list", "data": data}
+    facts = {"object": "model", "created": 0, "owned_by": "myxa"}
+    rows = [{"id": one, "max_model_len": lengths[one], **facts} for one in names]
+    return rows[0] if name else {"object": "list", "data": rows}
 
 
 class _Named(msgspec.Struct):
@@ -113,7 +117,7 @@ class Answering:
             except RequestFault as fault:
                 await parts.put((index, fault))
 
-        yield exchange.begin()
+        yield exchange.begin(self._turns[0].num_prompt)
         # no TaskGroup: it makes an error of its own of a generator that is closed, as that of a client that left is
         followers = [asyncio.ensure_future(follow(index, turn)) for index, turn in enumerate(self._turns)]  # noqa: TID251 -- ended below
         try:

@@ -175,9 +175,8 @@ class AnthropicMessage(Exchange):
         self._open = ""
         self._at = -1
 
-    def _head(self, answer: Answer | None) -> dict[str, Any]:
-        usage = {"input_tokens": 0 if answer is None else answer.num_prompt,
-                 "output_tokens": 0 if answer is None else len(answer.token_ids)}  # fmt: skip
+    def _head(self, num_prompt: int, num_drawn: int) -> dict[str, Any]:
+        usage = {"input_tokens": num_prompt, "output_tokens": num_drawn}
         return {"id": f"msg_{self.id}", "type": "message", "role": "assistant", "model": self.model, "usage": usage}
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -192,10 +191,11 @@ class AnthropicMessage(Exchange):
             {"type": "tool_use", "id": number, "name": call.name, "input": call.arguments}
             for number, call in zip(answer.call_ids, text.calls, strict=True)
         ]
-        return {**self._head(answer), "content": blocks, **stopped(answer), **told(answer)}
+        head = self._head(answer.num_prompt, len(answer.token_ids))
+        return {**head, "content": blocks, **stopped(answer), **told(answer)}
 
-    def begin(self) -> str:
-        message = {**self._head(None), "content": list[Any](), "stop_reason": None, "stop_sequence": None}
+    def begin(self, num_prompt: int) -> str:
+        message = {**self._head(num_prompt, 0), "content": list[Any](), "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message=message)
 
     def delta(self, index: int, reasoning: str, content: str) -> str:
@@ -230,7 +230,7 @@ class AnthropicMessage(Exchange):
 
     def close(self, answers: Sequence[Answer]) -> str:
         answer = answers[0]
-        usage = self._head(answer)["usage"]
+        usage = self._head(answer.num_prompt, len(answer.token_ids))["usage"]
         return _event("message_delta", delta=stopped(answer), usage=usage, **told(answer)) + _event("message_stop")
 
 

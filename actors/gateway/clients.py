@@ -118,7 +118,7 @@ class SessionClients:
         path, status = request.url.path, 200
         try:
             if path.startswith(MODELS_PATH):
-                data = models(path, "anthropic-version" in request.headers, self.models)
+                data = models(path, "anthropic-version" in request.headers, self.session, self.models)
             elif path == COUNT_PATH:
                 data = num_tokens(body, session_of(body, self.session, self.models))
             else:

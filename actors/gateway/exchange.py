@@ -44,8 +44,8 @@ class Exchange(ABC):
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
 
-    def begin(self) -> str:
-        """Events before the first text."""
+    def begin(self, num_prompt: int) -> str:
+        """Events before the first text. `num_prompt`: tokens before the turn."""
         return ""
 
     @abstractmethod

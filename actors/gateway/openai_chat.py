@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -246,7 +247,7 @@ class ChatCompletion(_Completion):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
         return event({**self._head(self.kind), "choices": [choice]})
 
-    def begin(self) -> str:
+    def begin(self, num_prompt: int) -> str:
         return "".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.num))
 
     def delta(self, index: int, reasoning: str, content: str) -> str:
@@ -269,16 +270,16 @@ class TextCompletion(_Completion):
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
         body = read_body(raw, CompletionBody)
-        prompt: Any = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
-        prompt = [prompt] if isinstance(prompt, int) else prompt
-        kinds = {type(token) for token in cast("list[object]", prompt)} if isinstance(prompt, list) else {type(prompt)}
-        is_one = prompt and kinds == ({int} if isinstance(prompt, list) else {str})
-        refuse(not is_one, "prompt", "must be one text, or the token ids of one")
+        one: Any = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
+        text: str | list[int] = ""
+        with contextlib.suppress(msgspec.ValidationError):
+            text = msgspec.convert([one] if isinstance(one, int) else one, str | list[int])
+        refuse(not text, "prompt", "must be one text, or the token ids of one")
         others = body.echo or body.suffix or body.best_of not in (None, 1)
         refuse(others, "echo", "is not supported, nor are suffix and best_of: leave them out")
         refuse((body.logprobs or 0) > 1, "logprobs", "must be 0 or 1: engines tell those of drawn tokens")
         limit = 16 if body.max_tokens is None else body.max_tokens
-        self.request = TurnRequest(text=prompt, sampling=body.sampling(limit), may_call=False, fingerprint=key)
+        self.request = TurnRequest(text=text, sampling=body.sampling(limit), may_call=False, fingerprint=key)
         self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -275,7 +275,7 @@ class Response(Exchange):
         name = f"response.{kind}"
         return event({"type": name, "sequence_number": self._number - 1, **data}, name)
 
-    def begin(self) -> str:
+    def begin(self, num_prompt: int) -> str:
         return self._event("created", response=self._object(None)) + self._event(
             "in_progress", response=self._object(None)
         )

@@ -425,7 +425,8 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         async with self._session(request) as rollout:
-            return json_response(models(request.path, "anthropic-version" in request.headers, rollout.models))
+            is_anthropic = "anthropic-version" in request.headers
+            return json_response(models(request.path, is_anthropic, rollout.session, rollout.models))
 
     async def _task(self, request: web.Request) -> web.Response:
         rollout = self._find_rollout(request)

@@ -148,7 +148,9 @@ class GrowingText:
 class ComingTurn:
     """A turn under way. Several clients may read it; it comes to its end without any."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt: int) -> None:
+        self.num_prompt = num_prompt
+        """Tokens before the turn."""
         self.is_delivered = False
         """A client has all of it."""
         self.is_awaited = True
@@ -282,18 +284,22 @@ class AgentSession:
         """Mistral's templates take nine letters and no other ids."""
         return f"{next(self._numbers):09x}" if self._form == "mistral" else f"call_{self.new_id()}"
 
+    @property
+    def context_length(self) -> int:
+        return self._root.context_length
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=False)
 
     def check_size(self, num_bytes: int) -> None:
         """Raises RequestFault for one too large for any prompt: others would wait while it is made tokens of."""
-        most = BYTES_BESIDE + BYTES_A_TOKEN * self._root.context_length
+        most = BYTES_BESIDE + BYTES_A_TOKEN * self.context_length
         if num_bytes > most:
             raise self._too_long(f"the request has {num_bytes} bytes, the context is for {most} at most")
 
     def _too_long(self, reason: str) -> RequestFault:
         """In OpenAI's words, by which LiteLLM and agents know that they have to shorten the conversation."""
-        head = f"this model's maximum context length is {self._root.context_length} tokens"
+        head = f"this model's maximum context length is {self.context_length} tokens"
         return RequestFault("too-long", f"{head}: {reason}", param="messages")
 
     def num_tokens(self, request: TurnRequest) -> int:
@@ -339,7 +345,7 @@ class AgentSession:
         fingerprints = sorted(self._coming, key=lambda fingerprint: not self._coming[fingerprint].is_delivered)
         for fingerprint in fingerprints[: max(0, len(fingerprints) - MAX_KEPT_REQUESTS)]:
             del self._coming[fingerprint]
-        coming = self._coming[request.fingerprint] = ComingTurn()
+        coming = self._coming[request.fingerprint] = ComingTurn(line.episode.num_tokens)
         task = asyncio.ensure_future(self._draw_turn(line, history, request, params, coming))  # noqa: TID251 -- ended by close
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
@@ -428,7 +434,6 @@ class AgentSession:
             read_turn, form=form, begins_inside=begins_in_thought(self._tokenizer, episode.token_ids),
             texts=text_parameters(request.tools), is_plain=request.text is not None,
         )  # fmt: skip
-        num_prompt = episode.num_tokens
         growing = GrowingText(episode, lambda ids: self.decode(self._without_end(ids)))
 
         def text_so_far() -> TurnText:
@@ -441,7 +446,7 @@ class AgentSession:
             text, stop = cut_at(self.decode(self._without_end(turn.token_ids)), params.stop)
             turn_text = read_text(text)
             turn_text = dataclasses.replace(turn_text, calls=turn_text.calls[: request.max_calls])
-            answer = self._make_answer(turn, episode.last_turn, turn_text, num_prompt=num_prompt, stop=stop)
+            answer = self._make_answer(turn, episode.last_turn, turn_text, num_prompt=coming.num_prompt, stop=stop)
             self._keep(line, history, answer, coming)
         except asyncio.CancelledError:
             coming.end(RequestFault("busy", "the session has ended"))

@@ -68,7 +68,10 @@ async def door() -> AsyncGenerator[Door]:
 
 async def test_openai_chat(door: Door) -> None:
     chat = door.openai.chat.completions
-    assert [one.id async for one in door.openai.models.list()] == ["policy"]
+    assert [(one.id, one.model_extra) async for one in door.openai.models.list()] == [
+        ("policy", {"max_model_len": 8192})
+    ]
+    assert [one.max_input_tokens async for one in door.anthropic.models.list()] == [8192]
     assert (
         (await door.openai.models.retrieve("org/any")).id
         == (await door.anthropic.models.retrieve("org/any")).id
@@ -432,9 +435,11 @@ async def test_anthropics_tool_runner(door: Door) -> None:
 
 async def test_anthropic_streams_thoughts_and_calls(door: Door) -> None:
     async with door.anthropic.messages.stream(model="any", max_tokens=500, messages=HELLO) as stream:
-        kinds = [event.type async for event in stream]
+        found = [event async for event in stream]
         assert [one.type for one in (await stream.get_final_message()).content] == ["thinking", "text"]
-    assert [kinds[0], kinds[-1]] == ["message_start", "message_stop"]
+    begun: Any = found[0]
+    assert (begun.type, found[-1].type) == ("message_start", "message_stop")
+    assert begun.message.usage.input_tokens == len(door.says.prompts[0])  # Claude Code counts its context so
     async with door.anthropic.messages.stream(model="any", max_tokens=500, messages=ASKS, tools=CLAUDE_TOOLS) as stream:
         use: Any = (await stream.get_final_message()).content[1]
     assert (use.type, use.input) == ("tool_use", {"city": "Bern"})

@@ -72,8 +72,9 @@ CASES: list[tuple[ToolForm | None, str, TurnText]] = [
     *(("hermes", f'<tool_call>{{"name": "w", "arguments": {{"q": "{text}"}}}}</tool_call>{HERMES}',
        TurnText(calls=(ToolCall("w", {"q": text}), FIND))) for text in ("</tool_call>", "a</tool_call><tool_call>" * 3)),
     ("kimi", KIMI.replace('"a"', '"<|tool_call_end|>"'), TurnText(calls=(ToolCall("find", {"q": "<|tool_call_end|>"}, "functions.find:0"),))),
-    *((form, text, TurnText(content=text, is_malformed=True)) for form, text in (
-        ("minimax", "<minimax:tool_call>find</minimax:tool_call>"), ("deepseek", f"x{AROUND[0]}find{AROUND[1]}"))),
+    ("minimax", "<minimax:tool_call>find</minimax:tool_call>",
+     TurnText(content="<minimax:tool_call>find</minimax:tool_call>", is_malformed=True)),
+    ("deepseek", f"x{AROUND[0]}find{AROUND[1]}", TurnText(content=f"x{AROUND[0]}find{AROUND[1]}", is_malformed=True)),
     ("hermes", "<think>cut off", TurnText("cut off")),
     ("hermes", "a < b and <tool is a word", TurnText(content="a < b and <tool is a word")),
 ]  # fmt: skip
