@@ -243,7 +243,6 @@ class Response(Exchange):
             yield self._item("reasoning", text.reasoning)
         if text.content or not text.calls:
             yield self._item("content", text.content)
-        namespaces = {tool.name: tool.namespace for tool in self._tools if tool.namespace}
         for number, call in zip(answer.call_ids, text.calls, strict=True):
             namespace, tool = self._tools.get(call.name, ("", None))
             name = call.name if tool is None else tool.name

@@ -337,8 +337,7 @@ class Episode:
         return self._open_episode(prompt, self._renderer.prompt(prompt))
 
     def text(self, text: str | Sequence[int]) -> Episode:
-        """A further sample of this rollout whose prompt is this text, or its token ids, without a chat template. Raises
-        as `session`."""
+        """A further sample of this rollout whose prompt is this text, or its token ids, alone. Raises as `session`."""
         ids = self._tokenizer.encode(text) if isinstance(text, str) else text
         if any(not 0 <= token < self._tokenizer.vocab_size for token in ids):
             raise self._misuse("got an id of no token", f"give ids from 0 to {self._tokenizer.vocab_size - 1}")

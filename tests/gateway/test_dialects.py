@@ -372,7 +372,8 @@ async def test_codex_gets_calls_of_its_namespaces_and_of_tools_whose_input_is_a_
         kinds = [one.type async for one in stream]
         response = await stream.get_final_response()
     assert {f"response.custom_tool_call_input.{kind}" for kind in ("delta", "done")} < set(kinds)
-    _, weather, patch = items = [item.model_dump(exclude_none=True) for item in response.output]
+    items: Any = [item.model_dump(exclude_none=True) for item in response.output]
+    _, weather, patch = items
     assert (weather["type"], weather["namespace"], weather["name"]) == ("function_call", namespace, "weather")
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "*** 1\n+a")
     assert "start: X+" in door.says.tokenizer.decode(door.says.prompts[0], skip_special=False)
