@@ -26,7 +26,6 @@ from .run_view import (
     engine_rows,
     fact_lines,
     is_alarming,
-    lag_rows,
     lag_text,
     notice_text,
     outcome,
@@ -86,13 +85,12 @@ def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
 
 
 def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
-    """Groups by lag, over all steps; of a run without files those of its newest step."""
-    rows, prefix = lag_rows(view), "lag_hist/"
+    """Groups by lag, over all steps, up to the largest bound that the run had."""
+    prefix = "lag_hist/"
     counts = {int(name.removeprefix(prefix)): run.total(name) for name in run.names(prefix)
               if re.fullmatch(r"\d{1,2}", name.removeprefix(prefix))}  # fmt: skip
-    counts = counts or {lag: float(count) for lag, count, _ in rows}
-    bounds = [int(bound) for _, bound in _bound(run)] or [lag for lag, _, is_allowed in rows if is_allowed]
-    bound = max(bounds, default=-1)
+    bounds = [int(bound) for _, bound in _bound(run)]
+    bound = max(bounds, default=view.buffer.max_staleness if view.buffer is not None else max(counts, default=-1))
     last = max([min(bound, _MAX_LAG), *counts], default=-1)
     return [{"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound} for lag in range(last + 1)]
 

@@ -21,7 +21,6 @@ from .why import Facts, explain_run, judge
 
 _STALE_S = 10.0
 """A source silent for so long does not count in rates."""
-_MAX_LAG = 40
 ENDS = ("run-ended", "run-finished", "run-failed")
 """Kinds of the events that say in words why the run ended."""
 
@@ -383,20 +382,6 @@ def done_text(view: RunView) -> str:
     """`drawn 96   trained 80   dropped 3 (zero_variance 3)`."""
     stats = view.buffer
     return f"drawn {stats.drawn}   trained {stats.trained}   dropped {dropped_text(stats.dropped)}" if stats else ""
-
-
-def lag_rows(view: RunView) -> list[tuple[int, int, bool]]:
-    """(lag, groups of the newest step, whether the bound allows it), every lag up to the bound."""
-    prefix, newest = "lag_hist/", view.metrics.get("lag/max", -1.0)
-    counts = {
-        int(name.removeprefix(prefix)): round(value)
-        for name, value in view.metrics.items()
-        if name.startswith(prefix) and name.removeprefix(prefix).isdecimal() and len(name) < 16
-    }
-    counts = {lag: count for lag, count in counts.items() if lag <= newest}  # the others are of an older step
-    bound = view.buffer.max_staleness if view.buffer is not None else max(counts, default=-1)
-    last = min(max([bound, *counts]), _MAX_LAG)
-    return [(lag, counts.get(lag, 0), lag <= bound) for lag in range(last + 1)]
 
 
 def lag_text(view: RunView) -> str:

@@ -240,8 +240,7 @@ class Dashboard:
         query = request.query
         num = int(query.get("num_groups", "")[:9]) if query.get("num_groups", "").isdecimal() else 4
         step = int(query.get("step", "")[:9]) if query.get("step", "").isdecimal() else -1
-        kinds: dict[str, bool | None] = {"held-out": True, "true": True, "1": True, "all": None}
-        held_out = None if "prompt" in query else kinds.get(query.get("held_out", ""), False)
+        held_out = None if "prompt" in query else {"held-out": True, "all": None}.get(query.get("held_out", ""), False)
         query_of_samples = SampleQuery(step, held_out, search=query.get("search", ""), prompt=query.get("prompt", ""))
         read = partial(read_samples, self._run_dir, query_of_samples, min(num, MAX_KEPT_GROUPS))
         return await self._read(lambda: {"groups": read()})

@@ -13,7 +13,7 @@ from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTab
 from myxa.launch.control.verbs import StatusArguments
 from myxa.launch.views import knob_table
 from myxa.launch.views.live import render
-from myxa.launch.views.run_view import RunView, carried_over, lag_rows, notice_text, title_text
+from myxa.launch.views.run_view import RunView, carried_over, notice_text, title_text
 
 
 @pytest.fixture
@@ -59,13 +59,6 @@ def test_a_reply_says_where_it_is_in_force() -> None:
     assert (
         knob_table.reply_text(ChangeReply(epoch=0, at=0, moves=(), refused="trainer/0: no")) == "refused: trainer/0: no"
     )
-
-
-def test_lags_are_those_of_the_newest_step_and_one_above_the_bound_is_marked(view: RunView) -> None:
-    view.snapshot["metrics"]["lag_hist/7"] = 3.0  # type: ignore[index]  # of an older step: lag/max is 3
-    assert lag_rows(view) == [(0, 14, True), (1, 11, True), (2, 5, True), (3, 2, True), (4, 0, True)]
-    view.snapshot["metrics"] |= {"lag_hist/5": 1.0, "lag/max": 5.0}  # type: ignore[operator]
-    assert lag_rows(view)[-1] == (5, 1, False)
 
 
 def shown(view: RunView, width: int = 80) -> list[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from myxa.launch.views.page_data import past_table, state_table
 from myxa.launch.views.run_files import JsonTail, RunFiles, Series, TimeShares
-from myxa.launch.views.run_view import run_view_of_files
+from myxa.launch.views.run_view import RunView, run_view_of_files
 
 
 def point(source: str, step: int, wall_s: float, **values: float) -> dict[str, Any]:
@@ -186,3 +186,13 @@ def test_lines_of_any_shape_do_no_harm(record: dict[str, Any]) -> None:
     run.take_audit(record)
     json.dumps(past_table(run))
     json.dumps(state_table(run_view_of_files(run), run))
+
+
+def test_groups_are_counted_by_lag_over_all_steps_and_one_above_the_bound_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("async = { max_staleness = 1 }\n")
+    run = RunFiles(tmp_path)
+    run.read()
+    for step in (1, 2):
+        run.take_metric(point("trainer/0", step, float(step), train__loss=1.0, lag_hist__0=4.0, lag_hist__2=3.0 * step))
+    lags = state_table(RunView(now_wall_s=2.0, started_wall_s=0.0), run)["lags"]
+    assert [tuple(lag.values()) for lag in lags] == [(0, 8.0, True), (1, 0.0, True), (2, 9.0, False)]
