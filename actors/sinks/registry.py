@@ -32,14 +32,12 @@ _METHODS = ("open", "write", "flush", "close")
 
 
 def choose_sinks(settings: MonitorSettings) -> list[Sink]:
-    from .jsonl import JsonlSink
-
-    sinks: list[Sink] = [JsonlSink(settings.samples_mb << 20 if settings.samples_per_step else 0)]
-    if settings.trace:
-        sinks.append(make_sink("chrome_trace"))
-    if settings.tensorboard:
-        sinks.append(make_sink("tensorboard"))
-    return sinks + [make_sink(name, settings.options.get(name, {})) for name in settings.sinks]
+    """Each once, also one that is on by default and named all the same."""
+    samples_bytes = settings.samples_mb << 20 if settings.samples_per_step else 0
+    options = {"jsonl": {"samples_bytes": samples_bytes}} | settings.options
+    names = {"jsonl": True, "chrome_trace": settings.trace, "tensorboard": settings.tensorboard}
+    names |= dict.fromkeys(settings.sinks, True)
+    return [make_sink(name, options.get(name)) for name, is_on in names.items() if is_on]
 
 
 def make_sink(name: str, options: Mapping[str, Any] | None = None) -> Sink:

@@ -56,6 +56,8 @@ def test_the_monitor_section_chooses() -> None:
     assert [type(sink) for sink in choose_sinks(MonitorSettings())] == all_of_them
     few = MonitorSettings(tensorboard=False, trace=False)
     assert [type(sink) for sink in choose_sinks(few)] == [JsonlSink]
+    named = MonitorSettings(sinks=("tensorboard", "jsonl"))
+    assert [type(sink) for sink in choose_sinks(named)] == all_of_them, "two writers would double each line"
 
 
 def test_every_built_in_sink_can_be_made() -> None:
