@@ -66,7 +66,7 @@ def convert(
         base = adapter_facts(LoraConfig(rank=1), model)["base"]
         check_facts(path, manifest.lora, {**manifest.lora, "base": base})
     read = _read_adapters(path, manifest) if adapter else _read(path, manifest, config, Path(model))
-    weights = {name: tensor.to(sent_type(name, DTYPE_OF[dtype or NAME_OF[tensor.dtype]])) for name, tensor in read}
+    weights = {name: tensor.to(sent_type(name, DTYPE_OF.get(dtype, tensor.dtype), config)) for name, tensor in read}
     head = weights.pop(HEAD, None) if config.tie_word_embeddings else None
     if head is not None and not torch.equal(head, weights[EMBEDDING]):
         raise TrainError(
@@ -81,7 +81,7 @@ def convert(
             reason, remedy = "", "name the folder of the model that was trained with --model"
         raise TrainError(f"{path} holds no {missing}{reason}", remedy=remedy)
     tensors = named_arrays((file_name(name) if adapter else name, weights[name]) for name in names)
-    name = tensors[0].spec.dtype
+    name = next(tensor.spec.dtype for tensor in tensors if tensor.spec.name not in config.exact)
     try:
         if adapter:
             write_adapter(target, str(Path(model).absolute()), manifest.lora, tensors)
@@ -125,7 +125,7 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
             check_tensors(config, arrays, str(model))
         rule = Fp8Rule(frozenset(filter(IN_FP8.search, config.tensor_shapes())), FP8_BLOCK)
         tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
-        sent = ((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16))) for n, t in tensors)
+        sent = ((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16, config))) for n, t in tensors)
         quantised = list(rule.apply(sent))
     facts = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
     source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": facts}

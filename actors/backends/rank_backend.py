@@ -52,10 +52,10 @@ def named_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[NamedArray]:
     return arrays
 
 
-def sent_type(name: str, dtype: torch.dtype) -> torch.dtype:
+def sent_type(name: str, dtype: torch.dtype, config: ModelConfig) -> torch.dtype:
     """The number type of a weight that leaves as `dtype`: a router's correction stays float32. It can be large beside
-    its differences, and experts are chosen by these."""
-    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+    its differences, and experts are chosen by these. So does what the folder of a foreign model says."""
+    return torch.float32 if name.endswith(ROUTER_BIAS) or name in config.exact else dtype
 
 
 def written_config(config: ModelConfig, dtype: str, model_path: str | Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Exporter:
         on every rank. Collective: every rank must go through it to its end. Live parameters where they are whole and
         of the serving type already."""
         for name, tensor in self.tensors(to_all):
-            yield name, tensor.detach().to(sent_type(name, self.types.device))
+            yield name, tensor.detach().to(sent_type(name, self.types.device, self.config))
 
     def on_host(self) -> list[NamedArray]:
         """All weights on rank 0 in the order of the model's own list, one behind the other (`offset`); empty on other
@@ -142,7 +142,7 @@ class Exporter:
         for name, weight in self.tensors(self.has_stages):
             if self.world.rank != 0:
                 continue
-            tensor = weight.detach().to(sent_type(name, dtype))
+            tensor = weight.detach().to(sent_type(name, dtype, self.config))
             if tensor.device.type == "cpu":
                 on_host[name] = tensor
                 continue

@@ -92,7 +92,11 @@ def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
             remedy='name its model as model.path and it as lora.path; with lora.export = "merged" a run writes a model',
         )
     config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
-    config = replace(config, folder_shapes=_shapes(root)) if config.foreign else config
+    if config.foreign and any(root.glob("*.safetensors")):
+        specs = _specs(root)
+        exact = {name for name, spec in specs.items() if spec.dtype == "float32"}
+        exact = frozenset(exact if len(exact) < len(specs) else ())
+        config = replace(config, folder_shapes={name: spec.shape for name, spec in specs.items()}, exact=exact)
     return config.with_mtp() if has_mtp else config
 
 
@@ -107,14 +111,14 @@ def _existing(folder: str | Path) -> Path:
     return root
 
 
-def _shapes(root: Path) -> dict[str, tuple[int, ...]]:
-    """Of every weight, from the headers of the folder's files; empty for a folder without weights."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def _specs(root: Path) -> dict[str, TensorSpec]:
+    """Of every weight, from the headers of the folder's files."""
+    specs: dict[str, TensorSpec] = {}
     with ExitStack() as stack:
-        for name in weight_files(root) if any(root.glob("*.safetensors")) else ():
+        for name in weight_files(root):
             tensors = stack.enter_context(open_safetensors(root / name))
-            shapes |= {key: tuple(tensor.spec.shape) for key, tensor in tensors.items()}
-    return shapes
+            specs |= {key: tensor.spec for key, tensor in tensors.items()}
+    return specs
 
 
 def find_tokenizer(folder: str | Path) -> Path:

@@ -141,6 +141,8 @@ class ModelConfig:
         default_factory=dict[str, tuple[int, ...]], repr=False, hash=False
     )
     """Of a foreign model: HuggingFace name -> shape of every weight, from the headers of its files."""
+    exact: frozenset[str] = frozenset()
+    """Of a foreign model: weights that its files hold as float32, beside others of fewer digits. They leave so."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids of `config.json` alone; see `hf_folder.read_eos_token_ids` for all of them."""
     source: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
@@ -293,7 +295,8 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
-MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "source", "foreign"})
+MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "exact", "source",
+                        "foreign"})  # fmt: skip
 """Fields that say nothing about what models of the same layers compute."""
 
 

@@ -15,6 +15,7 @@ import transformers
 from tests.backends.gang_rank import Backends, close, make_shards, same, save, scored, weights_of
 from tests.backends.test_model import judged
 
+from myxa.actors.backends.convert import convert
 from myxa.actors.backends.torch_backend.backend import TorchBackend
 from myxa.actors.engines.embedded.engine import EmbeddedEngine
 from myxa.actors.models.hf_folder import read_config
@@ -115,6 +116,31 @@ def test_the_correction_of_a_router_leaves_as_float32(
     kept = [name for name, tensor in written.items() if tensor.dtype == torch.float32]
     assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert torch.equal(written[kept[0]], read[kept[0]])
+
+
+@pytest.mark.parametrize("export_dtype", ["model", "bfloat16"])
+def test_what_a_folder_holds_in_float32_beside_others_leaves_so(
+    backends: Backends, folders: Callable[[str], Path], tmp_path: Path, export_dtype: str
+) -> None:
+    """Decay rates of states, corrections under other names: engines hold them in float32 too."""
+    from safetensors.torch import load_file, save_file
+
+    name, folder = "model.layers.1.input_layernorm.weight", tmp_path / "mixed"
+    shutil.copytree(folders("gemma"), folder)
+    read = {key: tensor.bfloat16() for key, tensor in load_file(folder / "model.safetensors").items()}
+    read[name] = torch.full((32,), 1.0 + 2.0**-20)
+    save_file(read, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    backend = backends(folder=folder, trainer={**HF, "dtype": "bfloat16", "export_dtype": export_dtype})
+    backend.export_hf(str(tmp_path / "out"))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == read.keys() and all(torch.equal(written[key], tensor) for key, tensor in read.items())
+    assert dict(backend.export_device())[name].dtype == torch.float32
+    save(backend, str(tmp_path / "checkpoint"), {"version": 1})
+    convert(tmp_path / "checkpoint", folder, tmp_path / "converted", dtype="bfloat16")
+    assert load_file(tmp_path / "converted" / "model.safetensors")[name].dtype == torch.float32
+    assert json.loads((tmp_path / "converted" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_both_implementations_of_a_family_take_the_same_step(backends: Backends, tmp_path: Path) -> None:

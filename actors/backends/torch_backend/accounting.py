@@ -673,11 +673,6 @@ def _pair(returned: Any, otherwise: object) -> tuple[Any, Any]:
     return (values[0], values[1]) if len(values) == 2 else (cast(Any, returned), otherwise)
 
 
-def _is_finite(tokens: LossTokens) -> bool:
-    rows = (tokens.live_T, tokens.old_T, tokens.behaviour_T, tokens.advantages_T, tokens.reference_T, tokens.entropy_T)
-    return all(bool(torch.isfinite(row_T.detach()).all()) for row_T in rows if row_T is not None)
-
-
 def _row(label: str, part: str, value: object, tokens: LossTokens, *, is_flag: bool = False) -> Tensor:
     """A value that must be one float for each token (`is_flag`: or a whole number, or a truth). One that is not finite
     is the function's doing only if what it was given was finite; else the step says from which groups it came."""
@@ -695,9 +690,9 @@ def _row(label: str, part: str, value: object, tokens: LossTokens, *, is_flag: b
             f"{label}: {part} is {value.dtype} on {value.device}, the log-probs are {live_T.dtype} on {live_T.device}",
             remedy="return floats on the device of tokens.live_T",
         )
-    bad = torch.nonzero(~torch.isfinite(value.detach()))
-    if bad.numel() and _is_finite(tokens):
-        token = int(bad[0])
+    given = (tokens.live_T, tokens.old_T, tokens.behaviour_T, tokens.advantages_T, tokens.reference_T, tokens.entropy_T)
+    token = first_not_finite(value.detach())
+    if token >= 0 and all(first_not_finite(row_T.detach()) < 0 for row_T in given if row_T is not None):
         raise UserCodeError(
             f"{label}: {part} is {float(value.detach()[token])} at token {token} of {live_T.numel()}",
             remedy="return finite numbers: bound what goes into exp, log and divisions",

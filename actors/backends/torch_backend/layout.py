@@ -127,17 +127,12 @@ def plan_layout(
     Members without loss tokens are left out; a micro-batch without any loss token gives a layout of one token and
     M = 0, so that a rank with nothing to do can still take part in collective forwards.
     """
-    lengths = {i: _answer_inputs(samples[i]) for i in members}
+    # Response tokens that must be fed in so that the last loss token is predicted; -1: there is none.
+    lengths = {i: int(np.append(-1, np.flatnonzero(samples[i].loss_mask))[-1]) for i in members}
     packer = _Packer(samples, lengths)
     for bundle in _bundle(samples, [i for i in members if lengths[i] >= 0], lengths, linear_cost):
         packer.add(bundle)
     return packer.layout(device, packs_rows)
-
-
-def _answer_inputs(sample: Sample) -> int:
-    """Response tokens that must be fed in so that the last loss token is predicted; -1 if there is none."""
-    loss_positions = np.flatnonzero(sample.loss_mask)
-    return int(loss_positions[-1]) if loss_positions.size else -1
 
 
 def _bundle(
