@@ -254,3 +254,8 @@ class raised_as:  # noqa: N801 -- read as a statement: with raised_as(...)
                 why = error.strerror  # the path is said already
             remedy = self._remedy or (error.remedy if isinstance(error, MyxaError) else "")
             raise self._kind(": ".join(filter(None, (self._what, why))), remedy=remedy) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text, for a message; the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

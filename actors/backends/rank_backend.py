@@ -223,21 +223,22 @@ class RankParts:
 
 
 C = TypeVar("C", bound=RankSettings)
+M = TypeVar("M", bound=RankOffload)
 
 
-class RankBackend(Generic[C]):
+class RankBackend(Generic[C, M]):
     """One trainer rank; `setup`, which the trainer at hand brings, sets `_parts`."""
 
-    def __init__(self, config: C, clock: Clock | None = None, offload: RankOffload | None = None) -> None:
+    def __init__(self, config: C, clock: Clock | None = None, *, offload: M | None = None) -> None:
         """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
         self._config = config
         self._clock = clock or SystemClock()
         self._parts: RankParts | None = None
-        self._home = offload
+        self._offload = offload
 
     def _reference_written(self) -> None:
-        if self._home is not None:
-            self._home.reference_written()
+        if self._offload is not None:
+            self._offload.reference_written()
 
     def _device(self) -> torch.device:
         """This rank's; from now on torch's own too. Raises ConfigError where there is none."""
@@ -261,13 +262,13 @@ class RankBackend(Generic[C]):
 
     def _ready(self) -> RankParts:
         parts = self._set_up()
-        if self._home is not None:
-            self._home.ready()
+        if self._offload is not None:
+            self._offload.ready()
         return parts
 
     def _ready_with_optimizer(self) -> RankParts:
-        if self._home is not None:
-            self._home.arrived()
+        if self._offload is not None:
+            self._offload.arrived()
         return self._ready()
 
     def train(self, shard: TrainShard, knobs: dict[str, float]) -> StepStats:
@@ -316,8 +317,8 @@ class RankBackend(Generic[C]):
         parts = self._ready_with_optimizer()
         with parts.world.phase("load a checkpoint"):
             extra = parts.state.load(folder)
-        if self._home is not None:
-            self._home.written()
+        if self._offload is not None:
+            self._offload.written()
         return extra
 
     def exchange(self, text: str) -> tuple[str, ...]:
@@ -327,7 +328,7 @@ class RankBackend(Generic[C]):
             return world.exchange(text)
 
     def memory(self) -> AssetStore | None:
-        return self._home
+        return self._offload
 
     def export_hf(self, folder: str) -> None:
         parts = self._ready()
@@ -338,5 +339,5 @@ class RankBackend(Generic[C]):
         if self._parts is not None:
             self._parts.world.close()
             self._parts = None
-        if self._home is not None:
-            self._home.close()
+        if self._offload is not None:
+            self._offload.close()

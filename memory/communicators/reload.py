@@ -37,9 +37,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ...core.clock import Clock, SystemClock
 from ...core.daemon_thread import begin_in_daemon_thread
-from ...core.errors import MemoryFault
+from ...core.errors import MemoryFault, first_line
 from .. import native
-from .residency import Absent, MembershipCheck, first_line
+from .residency import Absent, MembershipCheck
 
 Native = Literal["gloo", "nccl"]
 KEYS = "myxa"

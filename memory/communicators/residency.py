@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol, TypeVar
 
 from ...core.clock import Clock
-from ...core.errors import MemoryFault
+from ...core.errors import MemoryFault, first_line
 
 _T = TypeVar("_T")
 POLL_S = 0.001
@@ -126,8 +126,3 @@ class MembershipCheck:
                 f"rank {self.rank} lost the store of its process group: {first_line(error)}",
                 remedy="the process that hosts it (usually rank 0) has ended; the gang has to be started again",
             ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Of its text, for a message."""
-    return str(error).split("\n", 1)[0][:300]

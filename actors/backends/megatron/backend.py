@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.clock import Clock
 from ....core.config.learning import MegatronSettings
 from ...models.hf_folder import check_second_model, read_config
 from ...models.model_config import ModelConfig
@@ -59,15 +58,8 @@ class MegatronRankSettings(RankSettings):
         return ParallelLayout.of(self.megatron)
 
 
-class MegatronBackend(RankBackend[MegatronRankSettings]):
+class MegatronBackend(RankBackend[MegatronRankSettings, MegatronOffload]):
     """One trainer rank."""
-
-    def __init__(
-        self, config: MegatronRankSettings, clock: Clock | None = None, *, offload: MegatronOffload | None = None
-    ) -> None:
-        """`offload`: where parameters, gradients and optimizer lie if they can leave the device."""
-        super().__init__(config, clock, offload)
-        self._offload = offload
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log. Raises ModelError for a bad

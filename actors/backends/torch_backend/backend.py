@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.clock import Clock
 from ....memory.arenas.cuda_memory import vacate
 from ...models.hf_folder import check_second_model, critic_layers, read_config
 from ...models.model_config import ModelConfig
@@ -36,15 +35,8 @@ WARM_UP_TOKENS = 8192
 """Beyond as many tokens the compiler chooses no other kernels."""
 
 
-class TorchBackend(RankBackend[RankSettings]):
+class TorchBackend(RankBackend[RankSettings, TorchOffload]):
     """One trainer rank."""
-
-    def __init__(
-        self, config: RankSettings, clock: Clock | None = None, *, offload: TorchOffload | None = None
-    ) -> None:
-        """`offload`: where parameters, gradients and moments lie if they can leave the device."""
-        super().__init__(config, clock, offload)
-        self._offload = offload
 
     def setup(self) -> dict[str, Any]:
         """Join the gang, build model, reference and optimizer; returns facts for the log. Raises ModelError for a bad

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.errors import DiskRefused, LaunchError, MyxaError, TrainError
+from ....core.errors import DiskRefused, LaunchError, MyxaError, TrainError, first_line
 from ....core.files import refusal
 from ...torch_store import find_store, host_store, keep_gloo_within
 from .tensors import integers
@@ -139,7 +139,7 @@ class World(RankGroup):
                 raise
             self._leave("a collective failed")
             raise TrainError(
-                f"rank {self.rank} of {self.size} failed to {name}: {self._culprits()}; {_first_line(error)}",
+                f"rank {self.rank} of {self.size} failed to {name}: {self._culprits()}; {first_line(error)}",
                 remedy="see the logs of the ranks named; the gang restarts from its checkpoint",
             ) from error
         except BaseException as error:
@@ -246,7 +246,7 @@ def _meet(gang: Gang) -> Store:
     except (RuntimeError, OSError) as error:
         fault = "cannot listen" if gang.rank == 0 else "does not reach rank 0"
         raise LaunchError(
-            f"{rank_text} {fault} at {place}: {_first_line(error)}",
+            f"{rank_text} {fault} at {place}: {first_line(error)}",
             remedy="check that the port is free and that rank 0 is running",
         ) from error
     keys = [f"phase/{r}" for r in range(gang.world_size)]
@@ -266,7 +266,3 @@ def _not_there(store: Store, keys: list[str]) -> str:
     except RuntimeError:
         return "rank 0 has given up and left it"
     return f"not there: rank {', '.join(missing)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
