@@ -145,7 +145,8 @@ async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
 
 async def test_aborts_for_ever_are_the_engines_failure_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("myxa.actors.workflows.episode.ABORT_PAUSE_S", 0.0)
-    script = Script(*[("fo", 1, "abort")], *[("", 1, "abort")] * 100)
+    nothing: tuple[str, int, FinishReason] = ("", 1, "abort")
+    script = Script(("fo", 1, "abort"), *[nothing] * 100)
     with pytest.raises(EngineError, match="the engine aborted a turn of row 3 20 times without a token between"):
         await episode(script, goes_on=lambda: True).generate()
     assert len(script.asked) == 21
