@@ -127,11 +127,12 @@ class Screen:
 
 
 def _curves(run: RunFiles | None) -> dict[str, dict[int, float]]:
-    """The loss where there is no reward: of demonstrations."""
+    """The loss where there is no reward: of demonstrations and pairs."""
     if run is None:
         return {}
-    rewards = {"reward": run.steps(training_reward(run.series)), "held-out reward": run.steps("eval/reward")}
-    return rewards if any(rewards.values()) else {"loss": run.steps("train/loss")}
+    reward = run.steps(training_reward(run.series))
+    main = {"reward": reward} if reward else {"loss": run.steps("train/loss")}
+    return main | {"held-out reward": run.steps("eval/reward")}
 
 
 class _News:

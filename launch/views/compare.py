@@ -18,8 +18,9 @@ _GLANCE_BYTES = 1 << 18
 _MAX_METRICS = 200
 USUAL = (
     "reward/raw_mean", "reward/mean", "reward/part/*/mean", "eval/reward", "eval/*/reward", "reward/pass_rate",
-    "train/loss", "train/entropy", "train/grad_norm", "train/approx_kl", "train/logprob_diff_abs_mean", "lag/max",
-    "batch/response_tokens_mean", "train/step_s", "rollout/tokens_per_s", "train/tokens_per_s",
+    "train/loss", "train/accuracy", "train/margin", "train/kl", "train/entropy", "train/grad_norm", "train/approx_kl",
+    "train/logprob_diff_abs_mean", "lag/max", "batch/response_tokens_mean", "train/step_s", "rollout/tokens_per_s",
+    "train/tokens_per_s",
 )  # fmt: skip
 
 

@@ -281,7 +281,8 @@ def fact_lines(view: RunView) -> list[tuple[str, str]]:
 
 
 _LEARNING = (
-    ("loss", "train/loss"), ("grad", "train/grad_norm"), ("kl", "train/approx_kl"), ("entropy", "train/entropy"),
+    ("loss", "train/loss"), ("accuracy", "train/accuracy"), ("margin", "train/margin"), ("grad", "train/grad_norm"),
+    ("kl to reference", "train/kl"), ("approx kl", "train/approx_kl"), ("entropy", "train/entropy"),
     ("|logp diff|", "train/logprob_diff_abs_mean"),
 )  # fmt: skip
 _SHARES = (("pass", "reward/pass_rate"), ("all right", "reward/all_right"), ("all wrong", "reward/all_wrong"))
@@ -338,8 +339,8 @@ _ON_ONE_LINE = frozenset({"step", "reward", "lag", "speed", "warning"})
 
 def plain_line(view: RunView) -> str:
     lines = [f"{label} {text}" for label, text in fact_lines(view) if label in _ON_ONE_LINE]
-    if view.metrics.get("train/loss") is not None:
-        lines.insert(2, f"loss {short(view.metrics['train/loss'])}")
+    if learning := _pairs(view.metrics, _LEARNING[:2]):
+        lines.insert(2, learning)
     verdict = view.held_back()
     if not verdict.startswith("nothing"):
         lines.append(verdict)

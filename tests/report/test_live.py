@@ -66,6 +66,11 @@ def test_a_run_that_is_paused_now_is_not_judged_by_the_minute_before() -> None:
     assert "bottleneck" not in drawn(view) and "the run is paused: by root" in drawn(view)
 
 
+def test_of_pairs_it_is_told_how_many_are_ranked_rightly() -> None:
+    view = state(snapshot={"metrics": {"train/loss": 0.5, "train/accuracy": 0.75, "train/margin": 1.5}})
+    assert "loss 0.5   accuracy 0.75   margin 1.5" in drawn(view) and "| loss 0.5 accuracy 0.75 |" in plain_line(view)
+
+
 def test_the_table_says_what_is_asked_first() -> None:
     text = drawn(state())
     for needed in (
