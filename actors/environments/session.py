@@ -97,8 +97,8 @@ class EnvironmentSession:
         self.num_turns += 1
         turn = self.num_turns
         answering = Answering(read_exchange(path, body, self._session, str(turn)), self._session)
-        answer = await answering.body()
-        answering.mark_delivered()
+        with answering.delivering():
+            answer = await answering.body()
         self._answers[turn] = answer["myxa"]["answers"][0]
         if answer["myxa"]["is_malformed"]:
             self._malformed.add(turn)

@@ -173,12 +173,9 @@ class AgentWorkflow:
     def _environment(self, key: str, scratch: str, url: str) -> dict[str, str]:
         return {
             "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": MODEL,
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": key,
-            "ANTHROPIC_MODEL": MODEL,
-            "MYXA_BASE_URL": url,
+            **dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key),
+            **dict.fromkeys(("OPENAI_MODEL", "ANTHROPIC_MODEL"), MODEL),
+            **dict.fromkeys(("ANTHROPIC_BASE_URL", "MYXA_BASE_URL"), url),
             "MYXA_TASK_FILE": f"{scratch}/task.json",
             "MYXA_REWARD_FILE": f"{scratch}/reward.json",
             "MYXA_SCRATCH": scratch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ _DIALECTS: Mapping[str, Callable[[bytes, bytes], Exchange]] = {
 }
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
+MAX_UNDER_WAY = 256
+"""Turns of one session that may be drawn at a time."""
 
 
 def fault_body(path: str, fault: RequestFault) -> dict[str, Any]:
@@ -85,12 +87,29 @@ def num_tokens(body: bytes, session: AgentSession) -> dict[str, int]:
     return {"input_tokens": session.num_tokens(request)}
 
 
+def answer_of(
+    path: str, body: bytes, headers: Mapping[str, str], policy: AgentSession, others: ModelsOfRollout
+) -> dict[str, Any] | Answering:
+    """What a request is answered with: a body, or turns, which begin. Raises RequestFault."""
+    if path.startswith(MODELS_PATH):
+        return models(path, "anthropic-version" in headers, policy, others)
+    session = session_of(body, policy, others)
+    if path == COUNT_PATH:
+        return num_tokens(body, session)
+    retry_key = headers.get("Idempotency-Key", "")  # of clients that mark repetitions; SDKs count them
+    is_retry = bool(retry_key) or headers.get("x-stainless-retry-count", "0") != "0"
+    return Answering(read_exchange(path, body, session, retry_key), session, is_retry=is_retry)
+
+
 class Answering:
     """The turns that answer one request."""
 
     def __init__(self, exchange: Exchange, session: AgentSession, *, is_retry: bool = False) -> None:
         """Begins them. `is_retry`: the client says that it asks again. Raises RequestFault."""
-        self._exchange = exchange
+        if session.num_drawing + exchange.num > MAX_UNDER_WAY:
+            reason = f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
+            raise RequestFault("busy", reason)
+        self._exchange, self.is_stream = exchange, exchange.is_stream
         self._turns: list[ComingTurn] = []
         values = exchange.request.sampling
         for number in range(exchange.num):
@@ -140,12 +159,14 @@ class Answering:
                 task.cancel()
         yield exchange.close([answers[index] for index in range(len(self._turns))])
 
-    def mark_delivered(self) -> None:
-        """The client has all of it: who asks the same again gets another turn."""
-        for turn in self._turns:
-            turn.mark_delivered()
-
-    def mark_left(self) -> None:
-        """The client does not wait any more: who asks the same again, and has not got it, gets this one."""
-        for turn in self._turns:
-            turn.is_awaited = False
+    @contextlib.contextmanager
+    def delivering(self) -> Generator[None]:
+        """Its client takes it meanwhile, and then has all of it: who asks the same again gets another turn. Where that
+        fails, it gets this one."""
+        try:
+            yield
+            for turn in self._turns:
+                turn.mark_delivered()
+        finally:
+            for turn in self._turns:
+                turn.is_awaited = False

@@ -11,6 +11,7 @@ import msgspec
 from ...core.samples import Message
 from .exchange import (
     MODEL,
+    WITHOUT_EFFECT,
     Exchange,
     call_table,
     check_has,
@@ -93,15 +94,6 @@ class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     thread: dict[str, Any] | None = None
-    # without effect on what is drawn
-    diagnostics: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    metadata: Any = None
-    thinking: Any = None
-    service_tier: Any = None
-    context_management: Any = None
-    cache_control: Any = None
     output_config: dict[str, Any] | None = None
 
 
@@ -147,7 +139,7 @@ class AnthropicMessage(Exchange):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, MessagesBody)
+        body = read_body(raw, MessagesBody, WITHOUT_EFFECT)
         if body.thread is not None:  # the SDK's tool runner then sends its request again without one
             reason = "no thread is kept here: send all messages with each request"
             raise RequestFault("invalid", reason, param="thread", code="thread_unsupported_request")

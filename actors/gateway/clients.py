@@ -27,7 +27,7 @@ from ...core.samples import Sample
 from ..user_code.process import run_worker
 from ..workflows.episode import AskOther, Draw, Episode, ModelOfRollout, ModelsOfRollout, ReachedModel
 from ..workflows.worker import WorkflowWorker, no_engine
-from .answering import COUNT_PATH, MODELS_PATH, Answering, fault_body, models, num_tokens, read_exchange, session_of
+from .answering import Answering, answer_of, fault_body
 from .exchange import STATUS
 from .session import AgentSession, RequestFault
 
@@ -107,31 +107,20 @@ class SessionClients:
 
         class Events(httpx.AsyncByteStream):
             async def __aiter__(self) -> AsyncIterator[bytes]:
-                try:
+                with answering.delivering():
                     async with contextlib.aclosing(answering.events()) as events:
                         async for text in events:
                             yield text.encode()
-                    answering.mark_delivered()
-                finally:
-                    answering.mark_left()
 
         path, status = request.url.path, 200
         try:
-            if path.startswith(MODELS_PATH):
-                data = models(path, "anthropic-version" in request.headers, self.session, self.models)
-            elif path == COUNT_PATH:
-                data = num_tokens(body, session_of(body, self.session, self.models))
-            else:
-                session = session_of(body, self.session, self.models)
-                exchange = read_exchange(path, body, session, request.headers.get("Idempotency-Key", ""))
-                answering = Answering(exchange, session)
-                if exchange.is_stream:
+            data = answer_of(path, body, request.headers, self.session, self.models)
+            if isinstance(data, Answering):
+                answering = data
+                if answering.is_stream:
                     return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=Events())
-                try:
+                with answering.delivering():
                     data = await answering.body()
-                    answering.mark_delivered()
-                finally:
-                    answering.mark_left()
         except RequestFault as fault:
             data, status = fault_body(path, fault), STATUS[fault.kind]
         head = {"Content-Type": "application/json"}

@@ -6,7 +6,7 @@ import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -66,21 +66,6 @@ class Exchange(ABC):
         """The body of a refusal; as an event, if the stream has begun."""
 
 
-class OpenAiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What OpenAI's requests share. All but the first is without effect: token ids are told of every answer."""
-
-    parallel_tool_calls: bool | None = None
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    return_token_ids: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
-
-
 STATUS: Mapping[str, int] = {
     "invalid": 400,
     "auth": 401,
@@ -93,13 +78,24 @@ STATUS: Mapping[str, int] = {
 """By the kind of a fault."""
 
 
-def read_body(body: bytes, kind: type[T]) -> T:
-    """A JSON body as a struct; a null is a field left out. Raises RequestFault, which names the field."""
+WITHOUT_EFFECT = frozenset((
+    "cache_control", "client_metadata", "context_management", "diagnostics", "inference_geo", "metadata",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_effort",
+    "return_token_ids", "safety_identifier", "service_tier", "speed", "store", "stream_options", "thinking",
+    "truncation", "user", "verbosity",
+))  # fmt: skip
+"""Fields of requests that change nothing of what is drawn and told. Token ids are told in any case."""
+
+
+def read_body(body: bytes, kind: type[T], left_out: Collection[str] = ()) -> T:
+    """A JSON body as a struct; without nulls and, of the fields that it does not know, those `left_out`. Raises
+    RequestFault, which names the field."""
     try:
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.json.decode(body, type=kind)
         table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        said = {name: value for name, value in table.items() if bytes(value) != b"null"}
+        left_out = set(left_out) - set(getattr(kind, "__struct_fields__", ()))
+        said = {name: value for name, value in table.items() if name not in left_out and bytes(value) != b"null"}
         return msgspec.json.decode(msgspec.json.encode(said), type=kind)
     except (RecursionError, UnicodeError) as error:
         raise RequestFault("invalid", f"the body is nested too deeply, or is no UTF-8: {error}") from None

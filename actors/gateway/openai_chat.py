@@ -12,8 +12,8 @@ from ...core.samples import Message
 from .exchange import (
     MAX_CHOICES,
     MODEL,
+    WITHOUT_EFFECT,
     Exchange,
-    OpenAiBody,
     call_table,
     check_has,
     checked_messages,
@@ -42,7 +42,7 @@ def openai_fault(fault: RequestFault) -> dict[str, Any]:
     return {"error": {"message": fault.text, "type": kind, "param": fault.param, "code": _CODES.get(fault.kind)}}
 
 
-class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
+class _Shared(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = MODEL
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -57,6 +57,7 @@ class _Shared(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     n: int | None = None
     logit_bias: dict[str, float] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def num(self) -> int:
@@ -125,8 +126,6 @@ class ChatBody(_Shared, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
 
 
 class CompletionBody(_Shared, forbid_unknown_fields=True, kw_only=True):
@@ -190,7 +189,7 @@ class ChatCompletion(_Completion):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, ChatBody)
+        body = read_body(raw, ChatBody, WITHOUT_EFFECT)
         is_text = body.response_format in (None, {"type": "text"})
         refuse(not is_text, "response_format", "must be text: no grammar is applied")
         refuse(body.modalities not in (None, ["text"]), "modalities", "must be text")
@@ -269,7 +268,7 @@ class TextCompletion(_Completion):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, CompletionBody)
+        body = read_body(raw, CompletionBody, WITHOUT_EFFECT)
         one: Any = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
         text: str | list[int] = ""
         with contextlib.suppress(msgspec.ValidationError):

@@ -12,8 +12,8 @@ import msgspec
 from ...core.samples import Message
 from .exchange import (
     MODEL,
+    WITHOUT_EFFECT,
     Exchange,
-    OpenAiBody,
     call_table,
     check_has,
     checked_messages,
@@ -82,7 +82,7 @@ class TextSettings(msgspec.Struct):
     verbosity: Any = None
 
 
-class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
+class ResponseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What a client sends."""
 
     model: str = MODEL
@@ -97,11 +97,9 @@ class ResponseBody(OpenAiBody, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     text: TextSettings | None = None
     include: list[str] | None = None
-    # without effect on what is drawn
-    client_metadata: Any = None
-    stream_options: Any = None
-    truncation: Any = None
-    reasoning: Any = None
+    parallel_tool_calls: bool | None = None
+    metadata: Any = None
+    store: bool | None = None
 
 
 def read_items(items: str | Sequence[InputItem]) -> list[Message]:
@@ -182,7 +180,7 @@ class Response(Exchange):
     def __init__(self, raw: bytes, key: bytes, session: AgentSession) -> None:
         """`session`: knows conversations up to earlier answers; this one's is added by `whole` and `close`."""
         super().__init__()
-        self._body = body = read_body(raw, ResponseBody)
+        self._body = body = read_body(raw, ResponseBody, WITHOUT_EFFECT)
         is_text = body.text is None or body.text.format is None or body.text.format.type == "text"
         refuse(not is_text, "text.format", "must be text: no grammar is applied")
         asks_logprobs = "message.output_text.logprobs" in (body.include or ())

@@ -42,11 +42,8 @@ from .answering import (
     MODELS_PATH,
     PATHS,
     Answering,
+    answer_of,
     fault_body,
-    models,
-    num_tokens,
-    read_exchange,
-    session_of,
 )
 from .exchange import STATUS, read_body
 from .session import AgentSession, RequestFault, checked_reward, task_of
@@ -60,8 +57,6 @@ POLL_S = 25.0
 """For a service that polls to be told that there is no task."""
 MAX_ENDED = 10_000
 """Keys of ended sessions that are remembered."""
-MAX_UNDER_WAY = 256
-"""Turns of one session that may be drawn at a time."""
 REST_S = 1.0
 """For the rest of a body that is refused: it is unpacked, and others wait."""
 STOP_S = 2.0
@@ -230,10 +225,9 @@ class Gateway:
         self.num_taken = 0
         """Tasks that services took."""
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[in_dialect])
-        for path in PATHS:
+        for path in (*PATHS, COUNT_PATH):
             self.app.router.add_post(path, self._answer)
-        self.app.router.add_post(COUNT_PATH, self._count)
-        self.app.router.add_get(f"{MODELS_PATH}{{name:(/.+)?}}", self._models)
+        self.app.router.add_get(f"{MODELS_PATH}{{name:(/.+)?}}", self._answer)
         self.app.router.add_get("/v1/session", self._task)
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_post("/v1/session/end", self._end)
@@ -402,31 +396,13 @@ class Gateway:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         async with self._session(request) as rollout:
             body = await body_of(request)
-            session = session_of(body, rollout.session, rollout.models)
-            exchange = read_exchange(request.path, body, session, request.headers.get("Idempotency-Key", ""))
-            if session.num_drawing + exchange.num > MAX_UNDER_WAY:
-                reason = f"this session may draw {MAX_UNDER_WAY} turns at a time: wait for one to end"
-                raise RequestFault("busy", reason)
-            answering = Answering(exchange, session, is_retry=_is_retry(request))
-            try:
-                if exchange.is_stream:
-                    response = await _streamed(request, answering)
-                else:
-                    response = await send_whole(request, json_response(await answering.body()))
-                answering.mark_delivered()
-            finally:
-                answering.mark_left()
-            return response
-
-    async def _count(self, request: web.Request) -> web.Response:
-        async with self._session(request) as rollout:
-            body = await body_of(request)
-            return json_response(num_tokens(body, session_of(body, rollout.session, rollout.models)))
-
-    async def _models(self, request: web.Request) -> web.Response:
-        async with self._session(request) as rollout:
-            is_anthropic = "anthropic-version" in request.headers
-            return json_response(models(request.path, is_anthropic, rollout.session, rollout.models))
+            answer = answer_of(request.path, body, request.headers, rollout.session, rollout.models)
+            if not isinstance(answer, Answering):
+                return json_response(answer)
+            with answer.delivering():
+                if answer.is_stream:
+                    return await _streamed(request, answer)
+                return await send_whole(request, json_response(await answer.body()))
 
     async def _task(self, request: web.Request) -> web.Response:
         rollout = self._find_rollout(request)
@@ -463,11 +439,6 @@ def key_of(request: web.Request) -> str:
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     keys = (key.strip() if kind.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
     return next((value for value in keys if value.startswith(KEY_PREFIX)), keys[0] or keys[1])
-
-
-def _is_retry(request: web.Request) -> bool:
-    """SDKs say so, and clients that mark repetitions by a key."""
-    return "Idempotency-Key" in request.headers or request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def health(request: web.Request) -> web.Response:

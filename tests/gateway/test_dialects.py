@@ -263,7 +263,7 @@ NULL_CALL = {
 }
 NULL_USE = {"type": "tool_use", "id": None, "name": "f", "input": None, "text": None, "is_error": None}
 NULLS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": [NULL_CALL, *HELLO], "functions": None, "audio": None, "n": None}),
+    ("/v1/chat/completions", {"messages": [NULL_CALL, *HELLO], "functions": None, "audio": None, "n": None, "thinking": {}}),
     ("/v1/responses", {"input": [{"type": "function_call", "name": "f", "call_id": None, "arguments": None}, *HELLO],
                        "text": {"format": None}, "conversation": None}),
     ("/v1/messages", {"messages": [{"role": "assistant", "content": [NULL_USE]}, *HELLO], "max_tokens": 5, "container": None}),
