@@ -290,7 +290,7 @@ class AlgoConfig(Section, frozen=True):
 
     def default_of(self, name: str) -> object:
         """Values that are left out follow others."""
-        others = {other: value for other, value in self if other != name}
+        others = {other: value for other, value in vars(self).items() if other != name}
         return _defaults_by_kind(others).get(name, super().default_of(name))
 
     @property

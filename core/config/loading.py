@@ -588,7 +588,10 @@ def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
         if not is_header and key is None:
             continue
         try:
-            path = _single_path(tomllib.loads(f"{key[1]} = 0" if key else line))
+            name = str(key[1]) if key else ""
+            path = (
+                (name,) if PLAIN_KEY.fullmatch(name) else _single_path(tomllib.loads(f"{name} = 0" if name else line))
+            )
         except tomllib.TOMLDecodeError:  # inside of an array or a text of several lines
             continue
         path = path if is_header else (*prefix, *path)

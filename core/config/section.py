@@ -381,6 +381,7 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
+@cache
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
     """The keys of a section as they are written in a file; its own before those that it shares with others."""
     fields = sorted(section.model_fields.items(), key=lambda item: item[0] not in section.__annotations__)

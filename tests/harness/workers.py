@@ -30,8 +30,8 @@ from myxa.core.process import die_with_parent
 NO_FILE = -1
 STOP_S = 60.0
 """For interrupted tests to end what they have started."""
-LAZY = ("openai.resources.responses", "sympy.physics.units", "transformers.activations")
-"""Modules that libraries import when they are first used, half a second each."""
+LAZY = ("openai.resources.responses", "sympy.physics.units", "math_verify", "transformers.modeling_utils")
+"""Modules that libraries import when they are first used, up to two seconds each."""
 TESTS = Path(__file__).resolve().parents[1]
 
 
