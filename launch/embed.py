@@ -258,10 +258,6 @@ async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
 
 async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:
     """In its own thread: the first import of torch takes seconds, in which the host's loop has to answer."""
-    try:
+    remedy = "install what the run uses here too, e.g. `pip install 'myxa[cpu]'`"
+    with raised_as(LaunchError, f"{spec.name} cannot be built in this program", ImportError, remedy=remedy):
         return await in_daemon_thread(lambda: build_actor(spec, config, place.path), name=f"{spec.name} build")
-    except ImportError as error:
-        raise LaunchError(
-            f"{spec.name} cannot be built in this program: {error}",
-            remedy="install what the run uses here too, e.g. `pip install 'myxa[cpu]'`",
-        ) from error

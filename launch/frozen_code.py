@@ -163,7 +163,6 @@ def _imported(text: str, file: Path, key: str) -> set[str]:
 
 
 def _text(file: Path, key: str) -> str:
-    try:
+    problem, remedy = f"{key}: {file} cannot be copied", "name a readable UTF-8 file"
+    with raised_as(ConfigError, problem, OSError, UnicodeDecodeError, remedy=remedy):
         return file.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {file} cannot be copied: {error}", remedy="name a readable UTF-8 file") from error

@@ -88,8 +88,8 @@ def free_at(folder: str) -> int | None:
         return None
 
 
-def listen_trouble(host: str, port: int) -> str:
-    """Why that cannot be listened on; empty if it can. Port 0 means any free one."""
+def check_port(place: str, host: str, port: int, remedy: str) -> None:
+    """Raise LaunchError, naming `place`, if nothing can listen there now. Port 0 means any free one."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -99,11 +99,5 @@ def listen_trouble(host: str, port: int) -> str:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def check_port(place: str, host: str, port: int, remedy: str) -> None:
-    """Raise LaunchError, naming `place`, if nothing can listen there now."""
-    if trouble := listen_trouble(host, port):
-        raise LaunchError(f"{place}: cannot listen on {host}:{port}: {trouble}", remedy=remedy)
+        trouble = error.strerror or str(error)
+        raise LaunchError(f"{place}: cannot listen on {host}:{port}: {trouble}", remedy=remedy) from error

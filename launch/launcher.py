@@ -26,11 +26,11 @@ from ..actors.coordinator.audit import AUDIT_FILE, append_audit
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, dump_config
 from ..core.daemon_thread import in_daemon_thread
-from ..core.errors import CallError, LaunchError
+from ..core.errors import LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
-from .contracts import SUPERVISOR, AgentContract, EnlistReply, NodeFacts, RunDescription, SupervisorContract, agent_name
+from .contracts import SUPERVISOR, EnlistReply, NodeFacts, RunDescription, SupervisorContract, agent_name
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
@@ -125,7 +125,9 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 plan = RunDescription(
                     run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
                 )
-                supervisor = RunSupervisor(membership, plan, jitter=random.Random().random, timeouts=options.timeouts)
+                supervisor = RunSupervisor(
+                    membership, plan, rendezvous.exit_seen, jitter=random.Random().random, timeouts=options.timeouts
+                )
                 screen.say(f"run directory: {run_dir.path}")
                 if options.place.num_nodes > 1:
                     screen.say(f"waiting for {options.place.num_nodes} nodes at {rendezvous.endpoint}")
@@ -134,7 +136,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
                 node_0 = agent_options(options, options.place, rendezvous, runtime.path, config, fork_server)
                 ending = await _conduct(context, rendezvous, runtime, node_0, options, screen)
-    screen.finish(ending, options.next_steps)
+    screen.finish(ending)
     return replace(ending, run_dir=run_dir.path)
 
 
@@ -195,7 +197,7 @@ async def _conduct(
 ) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    agent = Agent(node_0, rendezvous.exit_seen)
+    agent = Agent(node_0)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
     facts = partial(facts_of, options.place, rendezvous, supervisor.actors.specs)
@@ -219,7 +221,8 @@ async def _conduct(
         raise
     finally:
         await supervisor.kill_all()
-        await _dismiss(supervisor, rendezvous, ending)
+        for node in supervisor.nodes[1:]:  # node 0 is this one
+            await supervisor.order_leave(node, ending.exit_code, ending.reason)
     return ending
 
 
@@ -233,15 +236,6 @@ async def _until_forced(lead: Lead, rendezvous: NodeRendezvous, forced: asyncio.
     raise LaunchError(
         f"the launcher itself failed: {rendezvous.node.failed.result()}", remedy="this is a bug; report it"
     )
-
-
-async def _dismiss(supervisor: RunSupervisor, rendezvous: NodeRendezvous, ending: RunEnd) -> None:
-    for node in supervisor.nodes[1:]:  # node 0 is this one
-        agent = rendezvous.node.ref(AgentContract, agent_name(node))
-        try:
-            await agent.leave(ending.exit_code, ending.reason)
-        except CallError as error:
-            _log.info("node %d was not reached at the end: %s", node, error)
 
 
 @contextlib.contextmanager

@@ -50,12 +50,10 @@ from .composition.rollout_parts import (
     train_sampling,
 )
 from .composition.weight_channels import (
+    adoption_limits,
     choose_channel,
-    commit_s,
-    prepare_s,
     ranks_read,
     seen_by_servers,
-    sent_commit_s,
 )
 from .supervisor.placement import server_of
 
@@ -85,7 +83,6 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
     from ..actors.coordinator.coordinator import Coordinator
     from ..actors.coordinator.options import CoordinatorOptions
     from ..actors.coordinator.run_state import JOURNAL_FILE
-    from ..actors.weights.rollout_update import AdoptionLimits
 
     return Coordinator(
         options=CoordinatorOptions(
@@ -101,12 +98,7 @@ def _coordinator(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock
             eval_sets=eval_sets(config),
             start_timeout_s=start_timeout_s(config),
             takes_turns=takes_turns(config),
-            limits=AdoptionLimits(
-                prepare_s=prepare_s(config),
-                commit_s=commit_s(config),
-                sent_commit_s=sent_commit_s(config),
-                stall_s=config.weights.stall_s,
-            ),
+            limits=adoption_limits(config),
         )
     )
 

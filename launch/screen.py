@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Screen:
     def handler(self) -> logging.Handler:
         return _Shown(self)
 
-    def finish(self, ending: RunEnd, next_steps: Sequence[str]) -> None:
+    def finish(self, ending: RunEnd) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         self._tell_news()
         run, report = self._report()
@@ -99,7 +99,7 @@ class Screen:
                 status = msgspec.structs.replace(status, phase="failed")  # it could not say so itself
             final_summary(
                 self._console, status, elapsed_s=time.monotonic() - self._started_s, run_dir=self._run_dir,
-                report=report, curves=_curves(run), next_steps=next_steps if ending.exit_code == 0 else (),
+                report=report, curves=_curves(run),
                 dropped=last.buffer.dropped if last and last.buffer else None,
             )  # fmt: skip
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.config.run import LOCAL_HOSTS
-from ..core.errors import LaunchError
+from ..core.errors import LaunchError, raised_as
 from ..core.process import past_proxies
 from ..transport.address import make_private
 from .actor_spec import ActorSpec, GangRendezvous
@@ -45,13 +45,11 @@ def write_spec(spec: ProcessSpec, folder: Path) -> Path:
 
 def read_spec(path: str) -> ProcessSpec:
     """Read it; LaunchError if there is none or it is of another make."""
-    try:
+    remedy = "workers are started by `myxa up` or `myxa launch`, with the same version of myxa"
+    with raised_as(
+        LaunchError, f"worker description {path!r} cannot be used", OSError, msgspec.DecodeError, remedy=remedy
+    ):
         return msgspec.json.decode(Path(path).read_bytes(), type=ProcessSpec)
-    except (OSError, msgspec.DecodeError) as error:
-        raise LaunchError(
-            f"worker description {path!r} cannot be used: {error}",
-            remedy="workers are started by `myxa up` or `myxa launch`, with the same version of myxa",
-        ) from error
 
 
 SPEC_VARIABLE = "MYXA_WORKER_SPEC"

@@ -342,14 +342,15 @@ LOOK_EVERY_S = 0.2
 
 def attached_servers(run: CheckedRun) -> Iterator[Finding]:
     """Servers of `engine.attach` that do not fit. A missing one is a warning, unless it was waited for."""
+    from ...actors.http_client import key_from  # aiohttp is slow to import
+
     engine, rollouts = run.config.engine, run.of("rollout")
-    name = engine.key_env
-    key = os.environ.get(name) or rollouts[0].env.get(name, "") if name and rollouts else ""
     if not rollouts or not engine.attach:
         return
-    if name and not key:
-        text = f'engine.key_env = "{name}": that variable is not set where the rollout actors run'
-        yield Finding("engine.key_env", ConfigError(text, remedy="set it in the environment of `myxa up`"))
+    try:
+        key = key_from({**os.environ, **rollouts[0].env}, engine.key_env, "engine.key_env")
+    except ConfigError as error:
+        yield Finding("engine.key_env", error)
         return
     model_type = run.model.model_type if run.model else ""
     fault_of = partial(attach_fault, model_type=model_type, tells_experts=run.config.replays_rollout)
@@ -364,7 +365,7 @@ async def _look_at(
     urls: Sequence[str], key: str, fault_of: Callable[[ServerAnswer, ServerAnswer], tuple[str, str]], wait_s: float
 ) -> list[tuple[str, str, Severity]]:
     """Of each server what is wrong, what to do, and how bad it is."""
-    from ...actors.engines.sglang.http_client import SglangHttp  # aiohttp is slow to import
+    from ...actors.engines.sglang.http_client import SglangHttp
 
     until = time.monotonic() + wait_s
 

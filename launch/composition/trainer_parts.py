@@ -22,7 +22,7 @@ from ...actors.trainer.start_point import StartPoint
 from ...actors.weights.publish import ChannelEnd
 from ...core.clock import Clock
 from ...core.config import RunConfig
-from ...core.errors import ConfigError, LaunchError, TrainError
+from ...core.errors import ConfigError, LaunchError, TrainError, raised_as
 from ...core.messages import SamplingParams, WeightChannel
 from ...core.process import boot_id
 from ...core.protocols import TrainBackend, WeightSender
@@ -226,18 +226,14 @@ class GangStart:
     def begun(self, start: StartPoint, version: int) -> None:
         if not (start.is_restart or start.passed_over):
             return
-        try:
+        problem = f"what is newer than version {version} cannot be put away"
+        with raised_as(TrainError, problem, OSError, LaunchError, remedy=f"check disk and rights of {self._run_dir}"):
             for info in list_checkpoints(self._checkpoints):
                 if info.version > version and str(info.path) != start.checkpoint:
                     put_away(info.path, past_of(self._run_dir, start.life) / UNDONE)
             RunOrigin.load(self._run_dir).went_back(start.attempt, version).save(self._run_dir)
             if (place := Path(start.checkpoint)).parent == self._checkpoints:
                 start_keeper(self._run_dir)(place)
-        except (OSError, LaunchError) as error:
-            raise TrainError(
-                f"what is newer than version {version} cannot be put away: {error}",
-                remedy=f"check disk and rights of {self._run_dir}",
-            ) from error
 
     def _nothing(self, passed_over: list[str], too_old: list[int]) -> TrainError:
         """Nothing is moved: a transient disk error may be over when the run is resumed the next time."""

@@ -12,6 +12,7 @@ from ...core.messages import WeightChannel
 
 if TYPE_CHECKING:
     from ...actors.models.model_config import ModelConfig
+    from ...actors.weights.rollout_update import AdoptionLimits
 
 MARGIN_S = 10.0
 """For everything around the phases that have their own deadlines."""
@@ -72,22 +73,19 @@ def held_fp8(config: RunConfig, model: ModelConfig) -> tuple[int, int] | None:
     return served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
 
 
-def prepare_s(config: RunConfig) -> float:
-    """How long one engine may prepare a version."""
-    fetch_s = config.weights.transfer_s if config.weights.channel == "tcp" else 0.0
-    return max(60.0, config.weights.join_s + MARGIN_S, fetch_s + MARGIN_S)
-
-
 COMMIT_S = 30.0
 
 
-def commit_s(config: RunConfig) -> float:
-    """How long one engine may take a version in that it reads; a server reads all of it then."""
-    return max(COMMIT_S, config.weights.transfer_s) if config.roles.rollout.kind == "sglang" else COMMIT_S
+def adoption_limits(config: RunConfig) -> AdoptionLimits:
+    """How long one engine may take with a version."""
+    from ...actors.weights.rollout_update import AdoptionLimits
 
-
-def sent_commit_s(config: RunConfig) -> float:
-    """The same of one that is sent meanwhile: a transfer, and once more through a new group. 0: it never is."""
-    if config.roles.rollout.kind != "sglang":
-        return 0.0
-    return 2 * config.weights.transfer_s + config.weights.join_s + MARGIN_S
+    weights, has_servers = config.weights, config.roles.rollout.kind == "sglang"
+    fetch_s = weights.transfer_s if weights.channel == "tcp" else 0.0
+    return AdoptionLimits(
+        prepare_s=max(60.0, weights.join_s + MARGIN_S, fetch_s + MARGIN_S),
+        commit_s=max(COMMIT_S, weights.transfer_s) if has_servers else COMMIT_S,  # a server reads all of it then
+        # a transfer, and once more through a new group; an embedded engine is never sent any
+        sent_commit_s=2 * weights.transfer_s + weights.join_s + MARGIN_S if has_servers else 0.0,
+        stall_s=weights.stall_s,
+    )

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ...core import errors
-from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied
+from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied, raised_as
 from ...core.files import write_durably
 from ..run_dir import CONFIG, LOCK, RunDir, is_run_folder
 from ..runtime_dir import PREFIX, short_base
@@ -173,13 +173,10 @@ class ControlClient:
         connection.sock = link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(CONNECT_S)
-            try:
+            problem = f"the run in {self.note.run_dir} does not answer at {self.note.control}"
+            remedy = "is it over? sockets belong to the user that started the run"
+            with raised_as(LaunchError, problem, OSError, remedy=remedy):
                 link.connect(self.note.control)
-            except OSError as error:
-                raise LaunchError(
-                    f"the run in {self.note.run_dir} does not answer at {self.note.control}: {error.strerror or error}",
-                    remedy="is it over? sockets belong to the user that started the run",
-                ) from error
             link.settimeout(timeout_s)
             with suppress(ConnectionError):  # it may have answered without reading everything
                 body, head = msgspec.json.encode(arguments), {"Content-Type": "application/json"}

@@ -93,10 +93,9 @@ def prepare(folder: Path, seed: int) -> None:
         (folder / name).write_text((files("myxa.launch.demo") / name).read_text())
 
 
-_NEXT_STEPS = (
-    "myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait",
-    "myxa init my-task                                        your dataset, your reward, your run file",
-)
+_NEXT_STEPS = """try next
+  - myxa up {folder}/rl.toml --set async.max_staleness=0     the same without asynchrony: watch the trainer wait
+  - myxa init my-task                                        your dataset, your reward, your run file"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,10 @@ def run_demo(options: DemoOptions) -> int:
     code = warm_up(options).exit_code
     if code or not (options.folder / "sft").exists():  # it was stopped
         return code
-    next_steps = tuple(step.format(folder=options.folder) for step in _NEXT_STEPS)
-    return _launch(options, "rl", [f"roles.rollout.count={options.engines}"], next_steps).exit_code
+    code = _launch(options, "rl", [f"roles.rollout.count={options.engines}"]).exit_code
+    if code == 0:
+        print(_NEXT_STEPS.format(folder=options.folder), flush=True)
+    return code
 
 
 def warm_up(options: DemoOptions) -> RunEnd:
@@ -124,7 +125,7 @@ def warm_up(options: DemoOptions) -> RunEnd:
     link.unlink(missing_ok=True)  # of an earlier demo
     with Waiting("making model and rows", sys.stdout, is_quiet=options.is_quiet):
         prepare(options.folder, options.seed)
-    result = _launch(options, "sft", [], ())
+    result = _launch(options, "sft")
     if result.run_dir is not None and result.version == _config(options, "sft").run.num_steps:
         link.symlink_to(result.run_dir.name)
     return result
@@ -172,9 +173,8 @@ def begin_task(folder: Path, model: str = "", now: Callable[[str], object] = lam
     return 0
 
 
-def _launch(options: DemoOptions, stage: str, overrides: Sequence[str], next_steps: tuple[str, ...]) -> RunEnd:
-    config = _config(options, stage, overrides)
-    return launch(config, LaunchOptions(is_quiet=options.is_quiet, next_steps=next_steps))
+def _launch(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> RunEnd:
+    return launch(_config(options, stage, overrides), LaunchOptions(is_quiet=options.is_quiet))
 
 
 def _config(options: DemoOptions, stage: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -64,17 +64,13 @@ class AgentOptions:
     """Variables of actors; the launcher's own environment overrides them."""
 
 
-ExitSeen = Callable[[ChildEnd], Awaitable[None]]
-
-
 class Agent(AgentContract):
-    """`exit_seen` is called for every end of a process before the supervisor is informed."""
+    """See the module's head."""
 
-    def __init__(self, options: AgentOptions, exit_seen: ExitSeen) -> None:
+    def __init__(self, options: AgentOptions) -> None:
         self.left: asyncio.Future[RunEnd] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
         self._options = options
-        self._exit_seen = exit_seen
         self._plan: RunDescription | None = None
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
@@ -220,7 +216,6 @@ class Agent(AgentContract):
             self.ctx.spawn(self._tell(end), name=f"end of {child.name}")
 
     async def _tell(self, end: ChildEnd) -> None:
-        await self._exit_seen(end)
         supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
         await until_answered(
             lambda: supervisor.child_ended(end), who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log

@@ -33,42 +33,29 @@ WRITE_S = 1.0
 MAX_TEXT = 512 * 1024
 
 
-class Adopted:
-    """A process that a fork server made for us (fork_server.py). The kernel made us its parent."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def wait(self) -> int:
-        try:
-            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # another waiter in this process took its status: count it as a failure
-            return -signal.SIGKILL
-
-
 ORDERLY_END = signal.SIGRTMIN
 """From a launcher to a worker. None of those that schedulers send to every process of a job at once: the launcher ends
 the run in order, and its actors are needed for that."""
 
 
 class Child:
-    """A running process. `on_exit(child, status)` is called once, on the loop, when it was reaped. Raises OSError."""
+    """A running process of which we are the parent. `on_exit(child, status)` is called once, on the loop, when it was
+    reaped. Raises OSError."""
 
-    def __init__(
-        self, name: str, attempt: int, log_path: Path, process: subprocess.Popen[bytes] | Adopted, on_exit: OnExit
-    ) -> None:
+    def __init__(self, name: str, attempt: int, log_path: Path, pid: int, on_exit: OnExit) -> None:
         self.name = name
+        self.pid = pid
+        """Process id, also of its session and process group."""
         self.attempt = attempt
         self.log_path = log_path
         self.status: int | None = None
         """Return code as `subprocess` gives it (negative: signal), None while it runs."""
-        self._process = process
         self._on_exit = on_exit
         self._is_asked = False
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         try:
-            self._pidfd = os.pidfd_open(process.pid)
+            self._pidfd = os.pidfd_open(pid)
         except OSError as error:
             if error.errno not in HAS_NO_PIDFD:
                 raise
@@ -80,11 +67,6 @@ class Child:
         except BaseException:
             os.close(self._pidfd)
             raise
-
-    @property
-    def pid(self) -> int:
-        """Process id, also of its session and process group."""
-        return self._process.pid
 
     def ask_to_end(self) -> None:
         """ORDERLY_END, once: a second one could hit a process that has begun to end and dropped its handler."""
@@ -133,7 +115,10 @@ class Child:
         # The zombie still holds the process id, so the group cannot be another's: end the rest of it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.status = self._process.wait()
+        try:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # another waiter in this process took its status: count it as a failure
+            self.status = -signal.SIGKILL
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._ended.set()
@@ -168,7 +153,7 @@ def start_child(
                 raise ConfigError(problem, remedy="check the role's `python` in the run file") from error
             raise LaunchError(problem, remedy="check what is used up there: memory, processes, descriptors") from error
     try:
-        return Child(name, attempt, log_path=log_path, process=process, on_exit=on_exit)
+        child = Child(name, attempt, log_path, process.pid, on_exit)
     except OSError as error:
         with contextlib.suppress(ProcessLookupError):  # its end would not be noticed, so it must not run
             os.killpg(process.pid, signal.SIGKILL)
@@ -177,6 +162,8 @@ def start_child(
         raise LaunchError(
             f"{name} cannot be watched: {error.strerror}", remedy="check what is used up there: descriptors, memory"
         ) from error
+    process.returncode = 0  # the child is reaped by its id
+    return child
 
 
 # -- stacks from outside

@@ -104,7 +104,7 @@ class _Follower:
         gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, place.rank), "gpus")
         server = fork_server_of(config, reply.actors, reply.program, place.rank, runtime)
         own_options = agent_options(options, place, self._rendezvous, runtime, config, server)
-        agent = Agent(own_options, self._rendezvous.exit_seen)
+        agent = Agent(own_options)
         await self._rendezvous.node.start(agent, name=agent_name(place.rank))
         await self._join(gpus=gpus)
         agent.mind_node_0()

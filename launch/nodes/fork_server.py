@@ -39,7 +39,7 @@ from ...core.process import die_with_parent, name_process
 from ..actor_spec import ActorSpec
 from ..first_failure import read_tail
 from ..worker_spec import DEFAULT_PROGRAM, SPEC_VARIABLE, WORKER_MODULE, server_env
-from .child import Adopted, Child, OnExit, start_child
+from .child import Child, OnExit, start_child
 
 LIGHT = (
     *("myxa.launch.worker", "myxa.launch.program", "myxa.actors.monitor.monitor", "myxa.actors.sinks.registry"),
@@ -427,7 +427,7 @@ class ForkServer:
             reply = await _receive(ours)
             if reply.problem:
                 raise LaunchError(reply.problem)
-            child = Child(request.name, attempt, log_path, Adopted(reply.pid), on_exit)
+            child = Child(request.name, attempt, log_path, reply.pid, on_exit)
             with contextlib.suppress(OSError):  # it has ended already, which its pidfd reports
                 ours.send(GO)
         return child

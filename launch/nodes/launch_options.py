@@ -50,7 +50,6 @@ class LaunchOptions:
     """An existing directory, held by the caller, whose configuration names the checkpoint; None: a new one is made."""
     prepare: Callable[[], object] | None = None
     """Prepares the directory once it is clear that this node can take part."""
-    next_steps: tuple[str, ...] = ()
     is_late: bool = False
     """This node joins a live run."""
 

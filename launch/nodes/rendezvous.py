@@ -99,11 +99,8 @@ async def host_rendezvous(
         record = msgspec.structs.replace(node.rendezvous, key_file=str(key_path or ""))
         endpoint = record.endpoints.tcp[0].removeprefix("tcp://")
         if rdzv_file is not None:
-            try:
+            with raised_as(LaunchError, f"{rdzv_file} cannot be written", OSError, remedy="give another --rdzv-file"):
                 write_durably(rdzv_file, f"{endpoint or in_url(host)}\n".encode())
-            except OSError as error:
-                problem = f"{rdzv_file} cannot be written: {error.strerror}"
-                raise LaunchError(problem, remedy="give another --rdzv-file") from error
         record.save(runtime_dir / RDZV)
         yield NodeRendezvous(node, endpoint, host, runtime_dir / RDZV)
     finally:
@@ -171,15 +168,11 @@ def default_job_key() -> Path:
 async def _own_key(path: Path) -> Path:
     """The key of node 0, which makes it if it is missing."""
     if not path.exists():
-        try:
+        problem = f"the job's key cannot be written to {path}"
+        with raised_as(LaunchError, problem, OSError, remedy="give --job-key"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            JobKey.generate().save(path)
-        except FileExistsError:
-            pass  # another run of this user made it at the same time
-        except OSError as error:
-            raise LaunchError(
-                f"the job's key cannot be written to {path}: {error.strerror}", remedy="give --job-key"
-            ) from error
+            with contextlib.suppress(FileExistsError):  # another run of this user made it at the same time
+                JobKey.generate().save(path)
     await _wait_for_file(path, time.monotonic() + FOLDER_S, "the job's key")
     return path.absolute()
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -98,9 +98,11 @@ class RunSupervisor(SupervisorContract):
     """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
     def __init__(
-        self, membership: Membership, plan: RunDescription, *, jitter: Callable[[], float], timeouts: LauncherTimeouts
-    ) -> None:
-        """`plan`: what nodes get once they have joined; it may name other files than `membership.welcome`."""
+        self, membership: Membership, plan: RunDescription, exit_seen: Callable[[ChildEnd], Awaitable[None]], *,
+        jitter: Callable[[], float], timeouts: LauncherTimeouts,
+    ) -> None:  # fmt: skip
+        """`plan`: what nodes get once they have joined; it may name other files than `membership.welcome`. `exit_seen`
+        is called for every end of a process, before this acts on it."""
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
@@ -108,6 +110,7 @@ class RunSupervisor(SupervisorContract):
         """The first failure with the end of its log and its consequences; complete once the process has ended."""
         self.membership = membership
         self._plan = plan
+        self._exit_seen = exit_seen
         self._timeouts = timeouts
         self._first_actors = membership.welcome.actors
         self.actors = RunActors((actor.name, RunActor(actor)) for actor in self._first_actors)
@@ -294,10 +297,9 @@ class RunSupervisor(SupervisorContract):
 
     def renew(self, name: str, reason: str) -> None:
         """Have an actor, or its whole gang, end and start again. Raises ConfigError for one that leaves."""
-        try:
+        remedy = "`myxa scale` starts new ones"
+        with raised_as(ConfigError, f"{name} cannot be restarted", SupervisionError, remedy=remedy):
             self._carry_out(self._rules.renew(name, reason, self._now()))
-        except SupervisionError as error:
-            raise ConfigError(f"{name} cannot be restarted: {error}", remedy="`myxa scale` starts new ones") from error
 
     # -- for nodes and other programs ---------------------------------------------------------------------------
 
@@ -321,6 +323,8 @@ class RunSupervisor(SupervisorContract):
         return reply
 
     async def child_ended(self, end: ChildEnd) -> None:
+        if end.pid:
+            await self._exit_seen(end)
         if end.name not in self.actors or end.attempt != self._rules.attempt(end.name):
             return  # reported twice, or an attempt before a lost node's
         if end.name not in self._rules.alive:
@@ -367,7 +371,7 @@ class RunSupervisor(SupervisorContract):
         """From here on the node's end is no loss."""
         if self._forget_node(node):
             self._lose_actors_on(node, f"node {node} left: {reason}")
-            await self._order_leave(node, exit_code, reason)
+            await self.order_leave(node, exit_code, reason)
             self.ctx.log.info("node %d has left the run: %s", node, reason)
 
     def _lose_node(self, node: int, why: str) -> None:
@@ -380,7 +384,7 @@ class RunSupervisor(SupervisorContract):
         reason = f"the launcher of node {node} is gone ({why})"
         self.ctx.log.error("%s", reason)
         if was_here and node:
-            order = self._order_leave(node, LaunchError.exit_code, f"node 0 considers this node lost: {why}")
+            order = self.order_leave(node, LaunchError.exit_code, f"node 0 considers this node lost: {why}")
             self.ctx.spawn(order, name=f"order node {node} to leave")
         self._lose_actors_on(node, reason)
 
@@ -397,7 +401,7 @@ class RunSupervisor(SupervisorContract):
         self._heard_at.pop(node, None)
         return self.membership.lose(node)
 
-    async def _order_leave(self, node: int, exit_code: int, reason: str) -> None:
+    async def order_leave(self, node: int, exit_code: int, reason: str) -> None:
         agent = with_deadline(self.agent(node), LEAVE_S)
         try:
             await agent.leave(exit_code, reason)

@@ -48,7 +48,6 @@ def final_summary(
     run_dir: Path,
     report: Path | None,
     curves: Mapping[str, Mapping[int, float]],
-    next_steps: Sequence[str] = (),
     dropped: Mapping[str, int] | None = None,
 ) -> None:
     """The end of a run. `curves`: values over steps by name; `dropped`: reason -> groups left out."""
@@ -70,10 +69,6 @@ def final_summary(
     for label, path in (("report", report), ("run directory", run_dir)):
         if path is not None:
             console.print(Text.assemble((f"{label}: ", "bold"), str(path)), soft_wrap=True)
-    if next_steps:
-        console.print(Text("try next", style="bold"))
-        for step in next_steps:
-            console.print(Text(f"  - {clean(step)}"), soft_wrap=True)
 
 
 def _change(values: Sequence[float]) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from myxa.core.config.loading import Finding
+from myxa.core.errors import LaunchError
 from myxa.core.tried_versions import TRIED, untried
 from myxa.launch.checks import machine
 from myxa.launch.checks.all_checks import findings_json, findings_text, judge
 from myxa.launch.checks.machine import MachineFacts
 from myxa.launch.cli import main
-from myxa.launch.host import Gpu, Gpus, listen_trouble, look_at_gpus
+from myxa.launch.host import Gpu, Gpus, check_port, look_at_gpus
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -148,8 +149,9 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "in use" in listen_trouble("127.0.0.1", port)
-    assert listen_trouble("127.0.0.1", 0) == ""
+        with pytest.raises(LaunchError, match=f"x: cannot listen on 127.0.0.1:{port}: .*in use -- y"):
+            check_port("x", "127.0.0.1", port, "y")
+    check_port("x", "127.0.0.1", 0, "y")
 
 
 def test_of_a_gpu_that_is_split_the_first_slice_that_is_seen_counts(monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ import nemesis
 from myxa.actors.rewards import rewarder
 from myxa.algos.rewards.outcome import RewardOutcome
 from myxa.core.process import die_with_parent
-from myxa.launch.nodes.child import Adopted, Child
+from myxa.launch.nodes.child import Child
 from myxa.launch.nodes.fork_server import LIGHT, ForkServer, serve
 from myxa.launch.worker_spec import server_env
 
@@ -51,7 +51,7 @@ def begin() -> None:
         pid, link = free.pop()
         with self.log_path.open("wb") as log:
             socket.send_fds(link, [b"log"], [log.fileno()])
-        return Child("fork server", 0, self.log_path, Adopted(pid), self.on_end), link
+        return Child("fork server", 0, self.log_path, pid, self.on_end), link
 
     ForkServer._make = make
 

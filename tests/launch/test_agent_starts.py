@@ -23,7 +23,6 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
-    ChildEnd,
     RunDescription,
     StartOrder,
     SupervisorContract,
@@ -45,17 +44,13 @@ def order(**actor: Any) -> StartOrder:
     return StartOrder(actor=spec)
 
 
-async def nothing_seen(end: ChildEnd) -> None:
-    """Nobody listens."""
-
-
 @asynccontextmanager
 async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator[tuple[Agent, AgentContract]]:
     (folder / "runtime").mkdir()
     (folder / "run").mkdir()
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        agent = Agent(options(folder, key_for=key_for), nothing_seen)
+        agent = Agent(options(folder, key_for=key_for))
         ref = await node.start(agent, agent_name(0))
         await ref.prepare(RunDescription(run_id="r", run_dir=str(folder / "run"), config=""))
         yield agent, ref
@@ -150,7 +145,7 @@ async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
 async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        ref = await node.start(Agent(options(tmp_path), nothing_seen), agent_name(0))
+        ref = await node.start(Agent(options(tmp_path)), agent_name(0))
         failure = await failure_of(ref.start_actor(order()))
         assert "launcher/0 is not prepared" in str(failure)
     finally:
@@ -208,7 +203,7 @@ def minded(tmp_path: Path, conductor: Conductor | None, begins: bool = True) -> 
                 home = sim.nodes["launcher/0"].node
                 await sim.spawn("launcher/0", home.start(conductor, SUPERVISOR))
             away = (await sim.node("launcher/1")).node
-            agent = Agent(options(tmp_path, node=1), nothing_seen)
+            agent = Agent(options(tmp_path, node=1))
             await sim.spawn("launcher/1", away.start(agent, agent_name(1)))
             if begins:
 
@@ -241,7 +236,7 @@ async def lent(
     """An agent whose process is lent to the run, after its first signal."""
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        agent = Agent(options(folder), nothing_seen)
+        agent = Agent(options(folder))
         await node.start(agent, agent_name(0))
         lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
         await asyncio.sleep(0.05)  # its handlers are in place

@@ -167,7 +167,12 @@ def staged(
         async with Sim(seed) as sim:
             membership = Membership(num_nodes, EnlistReply(actors=actors))
             plan = RunDescription(run_id="r", run_dir="/nowhere", config="")
-            stage = Stage(sim, RunSupervisor(membership, plan, jitter=lambda: 0.0, timeouts=timeouts))
+            seen: list[ChildEnd] = []
+
+            async def exit_seen(end: ChildEnd) -> None:
+                seen.append(end)
+
+            stage = Stage(sim, RunSupervisor(membership, plan, exit_seen, jitter=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
             for number in range(num_nodes):
@@ -180,6 +185,7 @@ def staged(
                 await asyncio.sleep(0.5)
             await body(stage)
             assert not sim.failures, "the supervisor lives"
+            assert all(end.pid for end in seen), "only of processes"
             await stage.on_0(lambda: stage.supervisor.kill_all())
             await sim.quiet()
 

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from myxa.actors.weights.rollout_update import AdoptionLimits
 from myxa.core.config import RunConfig
 from myxa.launch.composition.weight_channels import (
     COMMIT_S,
+    adoption_limits,
     choose_channel,
-    commit_s,
     has_reader,
-    prepare_s,
     ranks_read,
     seen_by_servers,
-    sent_commit_s,
 )
 
 
@@ -74,12 +71,13 @@ def test_auto_takes_the_shortest_way_there_is(rollout: dict[str, Any], trainer: 
 def test_a_named_channel_is_taken_and_bounds_the_commit():
     chosen = config("nccl", SERVER, join_s=7.0, transfer_s=20.0)
     assert choose_channel(chosen) == "nccl"
-    assert sent_commit_s(config()) == 0.0, "an embedded engine reads"
-    assert sent_commit_s(chosen) == 57.0 and prepare_s(chosen) == 60.0
-    assert prepare_s(config("nccl", SERVER, join_s=300.0)) == 310.0
-    assert [commit_s(config("disk", kind, transfer_s=200.0)) for kind in (SERVER, {})] == [200.0, COMMIT_S]
-    assert commit_s(config("disk", SERVER)) == COMMIT_S
-    limits = AdoptionLimits(prepare_s=60.0, commit_s=COMMIT_S, sent_commit_s=sent_commit_s(chosen))
+    limits = adoption_limits(chosen)
+    assert adoption_limits(config()).sent_commit_s == 0.0, "an embedded engine reads"
+    assert limits.sent_commit_s == 57.0 and limits.prepare_s == 60.0
+    assert adoption_limits(config("nccl", SERVER, join_s=300.0)).prepare_s == 310.0
+    slow = [adoption_limits(config("disk", kind, transfer_s=200.0)).commit_s for kind in (SERVER, {})]
+    assert slow == [200.0, COMMIT_S]
+    assert adoption_limits(config("disk", SERVER)).commit_s == COMMIT_S
     assert (limits.commit_by("nccl"), limits.commit_by("disk")) == (57.0, 30.0), "as each version comes"
 
 

@@ -169,7 +169,6 @@ def test_the_last_words(phase: str) -> None:
         run_dir=Path("runs/sort-1"),
         report=Path("runs/sort-1/report.html"),
         curves={"reward": {step: step / 60 for step in range(60)}, "held-out reward": {0: 0.02, 60: 0.9}},
-        next_steps=["myxa report runs/latest", "[async] max_staleness = 4", "more steps"],
     )
     text = file.getvalue()
     assert f"sort: {phase} after 60 of 60 steps, 2 min 10 s" in text
@@ -177,7 +176,6 @@ def test_the_last_words(phase: str) -> None:
     assert "\nreward: 0.0417 -> 0.942\n  ▁" in text
     assert "\nheld-out reward: 0.02 -> 0.9\n  ▁█\n" in text
     assert "report: runs/sort-1/report.html" in text
-    assert "  - [async] max_staleness = 4" in text
 
 
 def test_without_a_curve_there_is_none_and_demonstrations_have_a_loss() -> None:

@@ -4,7 +4,6 @@ take what it posts; so do ranks, the buffer and restarted gangs where `trainer.r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from tests.survival.checkpoint_maker import RunOnDisk, halve, make_checkpoint
@@ -99,7 +98,7 @@ def test_a_scheduler_says_who_is_who_once_several_are_meant(
 async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
     told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
     posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))
-    agent = Agent(AgentOptions(node=1, runtime_dir=tmp_path), cast(Any, None))
+    agent = Agent(AgentOptions(node=1, runtime_dir=tmp_path))
     place = tmp_path / "runs" / "next"
     await agent.prepare(RunDescription(run_id="next", run_dir=str(place), config=posted))
     assert load_config(place / "config.toml").trainer.resume == str(run.place(4))
