@@ -134,7 +134,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
-                node_0 = agent_options(options, options.place, rendezvous, runtime.path, config, fork_server)
+                node_0 = agent_options(options, rendezvous, runtime.path, config, fork_server)
                 ending = await _conduct(context, rendezvous, runtime, node_0, options, screen)
     screen.finish(ending)
     return replace(ending, run_dir=run_dir.path)
@@ -200,7 +200,7 @@ async def _conduct(
     agent = Agent(node_0)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
-    facts = partial(facts_of, options.place, rendezvous, supervisor.actors.specs)
+    facts = partial(facts_of, options, rendezvous, supervisor.actors.specs)
     await supervisor.join(await in_daemon_thread(facts, "facts"))
     lead = Lead(supervisor, RunWatch(rendezvous.node, clock), screen, clock, options.timeouts)
 

@@ -150,14 +150,12 @@ def main() -> int:
         die_with_parent(spec.launcher_pid)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(spec))
-    except MyxaError as error:
-        _log.error("failed", exc_info=error)
-        end(error.exit_code, str(error))
-    except ImportError as error:
-        _log.exception("failed")
-        end(ConfigError.exit_code, str(_lacking(error)))
     except Exception as error:  # noqa: BLE001 - logged, and reported by the exit status
         _log.exception("failed")
+        if isinstance(error, ImportError):
+            error = _lacking(error)
+        if isinstance(error, MyxaError):
+            end(error.exit_code, str(error))
         end(1, f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):
         Path(path).unlink()

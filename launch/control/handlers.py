@@ -137,26 +137,18 @@ def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) ->
     for name in names:
         if name in known_knobs:
             continue
-        if name in keys:
-            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {keys[name]!r}")
+        fixed = [key for path, _ in walk(RunConfig) if name in (key := ".".join(path), path[-1])]
+        if live := [keys[key] for key in (name, *fixed) if key in keys]:
+            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
         if table.silent:  # it may be theirs
             text = f"{name[:128]!r} is no knob of any actor that answers"
             raise ConfigError(text, remedy=f"no answer from {', '.join(table.silent)}")
-        fixed = _keys_of_file(name)
-        if live := [keys[key] for key in fixed if key in keys]:
-            raise ConfigError(f"{name!r} is a key of the run file", remedy=f"the knob is {live[0]!r}")
         if fixed:
             raise ConfigError(
                 f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run works",
                 remedy=f"`myxa down`, then `myxa resume {context.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
             )
         raise ConfigError(f"{name[:128]!r} is no knob", remedy=_hint(name, table))
-
-
-def _keys_of_file(name: str) -> list[str]:
-    """Keys of the run file that a person may mean: "batch_size", or "algo.batch_size"."""
-    keys = (".".join(path) for path, _ in walk(RunConfig))
-    return [key for key in keys if name in (key, key.rpartition(".")[2])]
 
 
 def _hint(name: str, table: KnobTable) -> str:

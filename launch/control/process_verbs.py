@@ -11,11 +11,13 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
-from ..contracts import LogChunk, LogRequest, ProcessContract, ProfileReply, StackReply, process_name
+from ..contracts import LogChunk, ProcessContract, ProfileReply, StackReply, process_name
 from ..supervisor.placement import START_ORDER, check_leaver, scale
 from ..views.run_view import ActorFacts
 from . import verbs
@@ -157,14 +159,11 @@ LAUNCHER = "launcher"
 
 
 async def _logs(context: VerbContext, arguments: verbs.LogsArguments, operator: Operator) -> list[LogChunk]:
-    requests: list[Awaitable[tuple[LogChunk, ...]]] = []
-    for node, name in _log_owners(context, arguments.target):
-        request = LogRequest(
-            name=name, num_lines=arguments.num_lines, grep=arguments.grep, engine=arguments.engine,
-            after=arguments.after,
-        )  # fmt: skip
-        requests.append(context.supervisor.agent(node).read_logs(request))
-    answers = await asyncio.gather(*requests, return_exceptions=True)
+    reads = [
+        context.supervisor.agent(node).read_logs(msgspec.structs.replace(arguments, target=name))
+        for node, name in _log_owners(context, arguments.target)
+    ]
+    answers = await asyncio.gather(*reads, return_exceptions=True)
     chunks = [chunk for answer in answers if not isinstance(answer, BaseException) for chunk in answer]
     if not chunks:  # of several, those without a log are left out
         raise next(answer for answer in answers if isinstance(answer, BaseException))

@@ -30,7 +30,6 @@ from ...core.refs import with_deadline
 from ...core.retry import until_answered
 from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
 from ..first_failure import RunEnd
-from ..node_place import NodePlace
 from ..runtime_dir import RuntimeDir
 from ..stop_signals import CTRL_C, stop_signals
 from ..waiting import Waiting
@@ -56,25 +55,26 @@ async def follow(options: LaunchOptions) -> RunEnd:
         if options.is_late:
             name = f"late/{secrets.token_hex(6)}"
             async with join_rendezvous(place, runtime.path, key, file, wait_s, name=name) as rendezvous:
-                reply = await _Follower(options, place, rendezvous).enlist()
+                reply = await _Follower(options, rendezvous).enlist()
             place = replace(place, rank=reply.node)
+            options = replace(options, place=place)
         _say(f"this is node {place.rank} of the run at {place.endpoint or file}; the run file of node 0 counts")
         async with (
             join_rendezvous(place, runtime.path, key, file, wait_s) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
-            follower = _Follower(options, place, rendezvous)
+            follower = _Follower(options, rendezvous)
             return await follower.take_part(runtime.path, reply or await follower.enlist())
 
 
 class _Follower:
     """This node, as node 0 knows it."""
 
-    def __init__(self, options: LaunchOptions, place: NodePlace, rendezvous: NodeRendezvous) -> None:
+    def __init__(self, options: LaunchOptions, rendezvous: NodeRendezvous) -> None:
         self._options = options
-        self._place = place
+        self._node = options.place.rank
         self._rendezvous = rendezvous
-        self._facts = facts_of(place, rendezvous, is_late=options.is_late)
+        self._facts = facts_of(options, rendezvous)
         supervisor = rendezvous.node.ref(SupervisorContract, SUPERVISOR)
         self._supervisor = with_deadline(supervisor, options.timeouts.lost_s)
         self._patience_s = options.timeouts.gather_s
@@ -92,7 +92,7 @@ class _Follower:
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def take_part(self, runtime: Path, reply: EnlistReply) -> RunEnd:
-        options, place = replace(self._options, program=reply.program), self._place
+        options, node = replace(self._options, program=reply.program), self._node
         with Waiting("reading the run file of node 0", sys.stdout) as waiting:
             work = asyncio.get_running_loop().create_task(self._make_ready(runtime, reply, waiting))
             try:
@@ -101,17 +101,16 @@ class _Follower:
             finally:
                 work.cancel()
         config = work.result()
-        gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, place.rank), "gpus")
-        server = fork_server_of(config, reply.actors, reply.program, place.rank, runtime)
-        own_options = agent_options(options, place, self._rendezvous, runtime, config, server)
-        agent = Agent(own_options)
-        await self._rendezvous.node.start(agent, name=agent_name(place.rank))
+        gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, node), "gpus")
+        server = fork_server_of(config, reply.actors, reply.program, node, runtime)
+        agent = Agent(agent_options(options, self._rendezvous, runtime, config, server))
+        await self._rendezvous.node.start(agent, name=agent_name(node))
         await self._join(gpus=gpus)
         agent.mind_node_0()
         if not options.is_late:
             farewell = await _lend(agent, self._supervisor.stop_run)
         else:
-            farewell = await _lend(agent, lambda reason, _: self._supervisor.leave_node(place.rank, reason))
+            farewell = await _lend(agent, lambda reason, _: self._supervisor.leave_node(node, reason))
             if farewell.exit_code == 0 and farewell.reason == CTRL_C:
                 farewell = replace(farewell, exit_code=128 + signal.SIGINT)  # as shells have it
         _say(f"ended: {farewell.reason}")
@@ -122,7 +121,7 @@ class _Follower:
         try:
             path = runtime / "run.toml"
             path.write_text(reply.config, encoding="utf-8")
-            return await made_ready(load_config(path), reply.actors, reply.program, self._place.rank, waiting)
+            return await made_ready(load_config(path), reply.actors, reply.program, self._node, waiting)
         except MyxaError as error:
             _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
             with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason

@@ -205,10 +205,8 @@ def _fork(request: ForkRequest, launcher: socket.socket, own_end: socket.socket,
 
 
 def _tell(own_end: socket.socket, reply: ForkReply) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the launcher has closed its end
         own_end.send(pack(reply))
-    except OSError:
-        return  # the launcher has closed its end
 
 
 # -- the forked process

@@ -112,13 +112,12 @@ def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
     return config.model_copy(update={"trainer": trainer})
 
 
-def facts_of(
-    place: NodePlace, rendezvous: NodeRendezvous, actors: Sequence[ActorSpec] = (), *, is_late: bool = False
-) -> NodeFacts:
+def facts_of(options: LaunchOptions, rendezvous: NodeRendezvous, actors: Sequence[ActorSpec] = ()) -> NodeFacts:
     """`actors`: none where they are not known yet."""
+    node = options.place.rank
     return NodeFacts(
-        node=place.rank, version=__version__, host=socket.gethostname(), address=rendezvous.address,
-        machine=boot_id(), is_late=is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, place.rank),
+        node=node, version=__version__, host=socket.gethostname(), address=rendezvous.address, machine=boot_id(),
+        is_late=options.is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, node),
     )  # fmt: skip
 
 
@@ -131,12 +130,12 @@ def seen_gpus(actors: Sequence[ActorSpec], node: int) -> tuple[str, ...]:
 
 def agent_options(
     options: LaunchOptions,
-    place: NodePlace,
     rendezvous: NodeRendezvous,
     runtime_dir: Path,
     config: RunConfig,
     fork_server: ForkServer | None,
 ) -> AgentOptions:
+    place = options.place
     return AgentOptions(
         node=place.rank, runtime_dir=runtime_dir, lost_s=options.timeouts.lost_s, program=options.program,
         key_for=None if place.is_alone else rendezvous.key_for,

@@ -25,9 +25,9 @@ _log = logging.getLogger(f"myxa.{SUPERVISOR}")
 class Membership:
     """The nodes of one run: those that take part, come late, leave."""
 
-    def __init__(self, num_nodes: int, welcome: EnlistReply, run: RunConfig | None = None, max_nodes: int = 0) -> None:
+    def __init__(self, num_nodes: int, welcome: EnlistReply, run: RunConfig, max_nodes: int = 0) -> None:
         """`welcome`: what every node is to know before it joins, but for its number. `run`: from which late nodes get
-        their actors; None: no node may join late. `max_nodes`: at the same time; 0: no limit."""
+        their actors. `max_nodes`: at the same time; 0: no limit."""
         self.num_nodes = num_nodes
         self._max_nodes = max_nodes
         self.welcome = welcome
@@ -158,8 +158,6 @@ class Membership:
             if not self._is_member(facts) and (reason := self._objection(facts)):
                 return EnlistReply(reason=self._refuse(facts, reason))
             return replace(self.welcome, node=facts.node)
-        if self.run is None:
-            return EnlistReply(reason="this run admits no late nodes")
         if facts.nonce in self._replies:
             return self._replies[facts.nonce]
         if not has_started:

@@ -353,7 +353,7 @@ class RunSupervisor(SupervisorContract):
         """Start the actors of a late node that has joined."""
         try:
             await self.agent(node).prepare(self._plan)
-            if self.membership.run is not None and self.membership.is_staying(node):
+            if self.membership.is_staying(node):
                 for actor in staff_node(self.membership.run, node, self.present()):
                     self.hire(actor)
         except MyxaError as error:

@@ -247,7 +247,7 @@ def test_only_rollout_actors_can_be_drained(tmp_path: Path):
 
 def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one_the_next(tmp_path: Path):
     run = config(tmp_path, 'weights.channel="disk"')
-    members = Membership(1, EnlistReply(config="c", program="p"), run=run)
+    members = Membership(1, EnlistReply(config="c", program="p"), run)
 
     def facts(nonce: str, node: int = -1) -> NodeFacts:
         return NodeFacts(node=node, version=__version__, host="h", is_late=True, nonce=nonce)
@@ -272,8 +272,8 @@ def test_a_late_launcher_that_asks_again_is_told_the_same_number_and_another_one
         ({"is_late": True}, "it was not given the number 1"),
     ],
 )
-async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict[str, Any], said: str):
-    members = Membership(2, EnlistReply())
+async def test_a_node_that_does_not_fit_is_refused_with_both_values(tmp_path: Path, change: dict[str, Any], said: str):
+    members = Membership(2, EnlistReply(), config(tmp_path))
     facts = {"node": 1, "version": __version__, "host": "h"}
     wrong = NodeFacts(**{**facts, **change})
     assert said in members.join(wrong)
@@ -285,15 +285,15 @@ async def test_a_node_that_does_not_fit_is_refused_with_both_values(change: dict
 
 
 @pytest.mark.parametrize("first", [0, 1])
-async def test_launchers_of_one_machine_whose_actors_use_the_same_gpu_end_the_run_at_once(first: int):
+async def test_launchers_of_one_machine_whose_actors_use_the_same_gpu_end_the_run_at_once(tmp_path: Path, first: int):
     """As with one task a GPU, which other programs want. Tasks that see a GPU each may stay, whatever its number."""
     nodes = [NodeFacts(node=n, version=__version__, host="h", gpus=("GPU-a", f"GPU-{n}")) for n in (0, 1)]
-    members = Membership(2, EnlistReply())
+    members = Membership(2, EnlistReply(), config(tmp_path))
     assert members.join(nodes[first]) == ""
     assert f"those of node {first} use the same GPUs (GPU-a)" in members.join(nodes[1 - first])
     with pytest.raises(LaunchError, match=rf"node {1 - first} \(h\) cannot take part: .*one launcher on each machine"):
         await members.gather(60.0)
-    apart = Membership(2, EnlistReply())
+    apart = Membership(2, EnlistReply(), config(tmp_path))
     assert [apart.join(replace(facts, gpus=facts.gpus[1:])) for facts in nodes] == ["", ""]
     await apart.gather(0.01)
 

@@ -15,6 +15,7 @@ from tests.simulation.simulator import Sim, run
 from myxa import __version__
 from myxa.actors.contracts import MonitorContract
 from myxa.core.actor import FAILED, Actor, PeerEvent
+from myxa.core.config import RunConfig
 from myxa.core.errors import ConfigError, LaunchError, MyxaError
 from myxa.core.messages import Telemetry
 from myxa.core.timeouts import LauncherTimeouts
@@ -157,6 +158,9 @@ class Stage:
             await asyncio.sleep(1.0)
 
 
+RUN = RunConfig.model_validate({"model": {"path": "m"}, "data": {"train": "d.jsonl"}})
+
+
 def staged(
     body: Callable[[Stage], Awaitable[Any]], *actors: ActorSpec, num_nodes: int = 1, at_once: bool = True,
     timeouts: LauncherTimeouts = TIMEOUTS,
@@ -165,7 +169,7 @@ def staged(
 
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
-            membership = Membership(num_nodes, EnlistReply(actors=actors))
+            membership = Membership(num_nodes, EnlistReply(actors=actors), RUN)
             plan = RunDescription(run_id="r", run_dir="/nowhere", config="")
             seen: list[ChildEnd] = []
 
