@@ -97,7 +97,7 @@ class RoleSpec:
 @dataclass(frozen=True, slots=True)
 class Restart:
     """Start these children after `delay_s`, in this order, each as its attempt (0 was the first start). Void for a
-    child for which `may_launch` says no by then: another instruction has overtaken it."""
+    child for which `on_launch` says no by then: another instruction has overtaken it."""
 
     children: tuple[str, ...]
     attempts: tuple[int, ...]
@@ -301,13 +301,6 @@ class Supervisor:
         """Number of the child's current attempt; 0 is the first."""
         return self._attempts[self._child(name).name]
 
-    def may_launch(self, name: str, attempt: int) -> bool:
-        """Whether it may be started now as that attempt; not if it has left."""
-        child = self._find(name)
-        if self.is_over or child is None or attempt != self._attempts[name] or self._ending_of(name) is not None:
-            return False
-        return (child.state, "launch") in TRANSITIONS
-
     @property
     def alive(self) -> tuple[str, ...]:
         return _names(child for child in self._all() if child.is_alive)
@@ -372,11 +365,15 @@ class Supervisor:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def on_launch(self, name: str) -> None:
-        """The child is started, first or as a `Restart` asked. Raises SupervisionError if it may not any more."""
-        if not self.may_launch(name, self.attempt(name)):
-            raise SupervisionError(f"{name} is {self.state(name)}: 'launch' cannot happen now")
-        self._child(name).move("launch")
+    def on_launch(self, name: str, attempt: int) -> bool:
+        """The child is started as that attempt, first or as a `Restart` asked. False: it may not be any more, since it
+        has left, or another instruction has overtaken this start."""
+        child = self._find(name)
+        if self.is_over or child is None or attempt != self._attempts[name] or self._ending_of(name) is not None:
+            return False
+        if may := (child.state, "launch") in TRANSITIONS:
+            child.move("launch")
+        return may
 
     def on_up(self, name: str) -> None:
         self._child(name).move("up")

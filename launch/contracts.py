@@ -66,13 +66,6 @@ class RunDescription(Record, frozen=True, kw_only=True):
     """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
 
 
-class StartOrder(Record, frozen=True, kw_only=True):
-    """Start an actor, as the attempt that it names."""
-
-    actor: ActorSpec
-    meeting: GangRendezvous | None = None
-
-
 class LogChunk(Record, frozen=True, kw_only=True):
     """Whole lines of a log, and where the next ones begin."""
 
@@ -131,9 +124,9 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)
-    async def start_actor(self, order: StartOrder) -> int:
-        """Start a process; returns its id. Raises ConfigError where another attempt would end the same way, else
-        LaunchError."""
+    async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
+        """Start a process, as the attempt that `actor` names; returns its id. Raises ConfigError where another attempt
+        would end the same way, else LaunchError."""
         raise NotImplementedError
 
     @call(deadline=120, reentrant=True)

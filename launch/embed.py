@@ -171,7 +171,8 @@ class EmbeddedRollout:
             try:
                 status = await self._coordinator.status()
             except CallError as error:
-                if self._is_launcher_gone():
+                # A launcher that ends removes its record; even a killed one no longer holds the run directory.
+                if not (self._run_dir.rdzv.exists() and self._run_dir.is_held):
                     return "the run is over"
                 if clock.monotonic() - heard_s > LOST_S:
                     return f"no word from the run for {LOST_S:g} s ({error})"
@@ -179,10 +180,6 @@ class EmbeddedRollout:
                 heard_s = clock.monotonic()
                 if end := _end_of(status):
                     return end
-
-    def _is_launcher_gone(self) -> bool:
-        """A launcher that ends removes its record, and no longer holds the run directory, even if it was killed."""
-        return not (self._run_dir.rdzv.exists() and self._run_dir.is_held)
 
     async def _hand_back(self) -> None:
         try:

@@ -34,9 +34,9 @@ from .contracts import SUPERVISOR, EnlistReply, NodeFacts, RunDescription, Super
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze
-from .nodes.agent import Agent, AgentOptions
+from .nodes.agent import Agent
 from .nodes.follower import follow
-from .nodes.launch_options import LaunchOptions, agent_options, facts_of, fork_server_of, made_ready, with_start
+from .nodes.launch_options import LaunchOptions, facts_of, fork_server_of, made_ready, with_start
 from .nodes.lead import Lead, race
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous
 from .run_dir import RunDir
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from .control.server import VerbContext
 
 CONTROL_SOCKET = "control.sock"
+NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
+"""NCCL's processes meet over sockets; it takes the host's own address otherwise. gloo: actors/torch_store.py."""
 
 
 @contextlib.asynccontextmanager
@@ -134,8 +136,12 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 elif not options.place.is_alone:
                     screen.say(f"other nodes may join: myxa launch --join {rendezvous.endpoint}")
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
-                node_0 = agent_options(options, rendezvous, runtime.path, config, fork_server)
-                ending = await _conduct(context, rendezvous, runtime, node_0, options, screen)
+                is_alone = options.place.is_alone
+                agent = Agent(
+                    options, runtime.path, key_for=None if is_alone else rendezvous.key_for, fork_server=fork_server,
+                    base_env=NCCL_WITHIN_HOST if is_alone and not config.engine.attach else {},
+                )  # fmt: skip
+                ending = await _conduct(context, rendezvous, runtime, agent, options, screen)
     screen.finish(ending)
     return replace(ending, run_dir=run_dir.path)
 
@@ -191,13 +197,12 @@ async def _conduct(
     context: VerbContext,
     rendezvous: NodeRendezvous,
     runtime: RuntimeDir,
-    node_0: AgentOptions,
+    agent: Agent,
     options: LaunchOptions,
     screen: Screen,
 ) -> RunEnd:
     supervisor = context.supervisor
     clock = SystemClock()
-    agent = Agent(node_0)
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
     facts = partial(facts_of, options, rendezvous, supervisor.actors.specs)

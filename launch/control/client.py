@@ -128,19 +128,12 @@ def _is_below_here(note: ControlNote) -> bool:
 
 
 def _of_this_user() -> Iterator[Path]:
-    try:
-        folders = [path for path in Path(short_base()).glob(f"{PREFIX}*") if _is_ours(path)]
-    except (LaunchError, OSError):
-        return
-    yield from (path / NOTE for path in folders)
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        facts = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    with suppress(LaunchError, OSError):
+        for folder in Path(short_base()).glob(f"{PREFIX}*"):
+            with suppress(OSError):
+                facts = folder.lstat()
+                if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077:
+                    yield folder / NOTE
 
 
 CONNECT_S = 5.0

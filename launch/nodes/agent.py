@@ -10,13 +10,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, PeerDied
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
+from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     SUPERVISOR,
     AgentContract,
@@ -24,16 +25,16 @@ from ..contracts import (
     LogChunk,
     RunDescription,
     StackReply,
-    StartOrder,
     SupervisorContract,
 )
 from ..control.verbs import LogsArguments
 from ..first_failure import RunEnd, read_end
 from ..frozen_code import write_code
 from ..run_dir import RunDir
-from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
+from ..worker_spec import ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
 from .fork_server import ForkServer, is_forked
+from .launch_options import LaunchOptions
 from .log_reader import read_logs
 
 PING_S = 1.0
@@ -46,37 +47,30 @@ KILL_S = 5.0
 """How long a process may take to vanish after SIGKILL (longer: it hangs in the kernel)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """Facts of a node's agent."""
-
-    node: int
-    runtime_dir: Path
-    lost_s: float = 20.0
-    """How long node 0 may be silent before this node leaves the run."""
-    program: str = DEFAULT_PROGRAM
-    must_share: bool = False
-    """Whether the run directory has to be there already, as on the other nodes."""
-    key_for: KeyFor | None = None
-    """Makes the key of a process and registers it at the registry; None: processes need no key."""
-    fork_server: ForkServer | None = None
-    base_env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables of actors; the launcher's own environment overrides them."""
-
-
 class Agent(AgentContract):
-    """See the module's head."""
+    """Of the node `options.place`. `runtime_dir`: with the rendezvous record. `key_for` makes the key of a process and
+    registers it at the registry; None: processes need no key. `base_env`: variables of actors; the launcher's own
+    environment overrides them. `must_share`: the run directory has to be there already, as on the other nodes."""
 
-    def __init__(self, options: AgentOptions) -> None:
+    def __init__(
+        self, options: LaunchOptions, runtime_dir: Path, *, key_for: KeyFor | None = None,
+        fork_server: ForkServer | None = None, base_env: Mapping[str, str] | None = None, must_share: bool = False,
+    ) -> None:  # fmt: skip
         self.left: asyncio.Future[RunEnd] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
-        self._options = options
+        self._node = options.place.rank
+        self._lost_s = options.timeouts.lost_s
+        self._program = options.program
+        self._runtime_dir = runtime_dir
+        self._key_for = key_for
+        self._fork_server = fork_server
+        self._base_env = base_env or {}
+        self._must_share = must_share
         self._plan: RunDescription | None = None
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._is_stopped = False
-        self._fork_server = options.fork_server
 
     @property
     def children(self) -> tuple[Child, ...]:
@@ -94,19 +88,19 @@ class Agent(AgentContract):
         self.ctx.spawn(self._mind_node_0(), name="mind node 0")
 
     async def _mind_node_0(self) -> None:
-        supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._options.lost_s)
+        supervisor = with_deadline(self.ctx.ref(SupervisorContract, SUPERVISOR), self._lost_s)
         heard_s = self.ctx.clock.monotonic()
         while True:
             await asyncio.sleep(PING_S)
             try:
-                is_member = await supervisor.ping(self._options.node)
+                is_member = await supervisor.ping(self._node)
                 heard_s = self.ctx.clock.monotonic()
                 if not is_member:
                     await self.leave(LaunchError.exit_code, "node 0 considers this node lost")
                     return
             except CallError as error:
                 silent_s = self.ctx.clock.monotonic() - heard_s
-                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > self._options.lost_s:
+                if isinstance(error, (PeerDied, NoSuchActor)) or silent_s > self._lost_s:
                     reason = f"node 0 is gone ({error})"
                     await self.leave(LaunchError.exit_code, reason)
                     return
@@ -131,7 +125,7 @@ class Agent(AgentContract):
         return is_server or any(child.pid == pid for child in self.children)
 
     async def prepare(self, plan: RunDescription) -> None:
-        if self._options.must_share and not RunDir(Path(plan.run_dir)).config.exists():
+        if self._must_share and not RunDir(Path(plan.run_dir)).config.exists():
             raise LaunchError(
                 f"{plan.run_dir} is not there on {socket.gethostname()}: weights travel through it",
                 remedy="have run.dir on a file system that all nodes share",
@@ -141,30 +135,30 @@ class Agent(AgentContract):
         write_code(self._run_dir.path, plan.code)
         self._run_dir.post_config(plan.config)
 
-    async def start_actor(self, order: StartOrder) -> int:
-        name = order.actor.name
+    async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
+        name = actor.name
         try:
-            child = await self._start(order)
+            child = await self._start(actor, meeting)
         except (ConfigError, LaunchError) as error:
             failure = error
         except (CallError, OSError, ValueError) as error:
             failure = LaunchError(f"{name} was not started: {error}")
         else:
-            self.ctx.log.info("%s: attempt %d is process %d", name, order.actor.attempt, child.pid)
+            self.ctx.log.info("%s: attempt %d is process %d", name, actor.attempt, child.pid)
             return child.pid
         if self._run_dir is not None and name not in self._children:
             with contextlib.suppress(OSError):  # what prevents a start may prevent its log too
-                self._run_dir.log_path(name, order.actor.attempt).write_text(f"{failure}\n", encoding="utf-8")
+                self._run_dir.log_path(name, actor.attempt).write_text(f"{failure}\n", encoding="utf-8")
         raise failure
 
-    async def _start(self, order: StartOrder) -> Child:
+    async def _start(self, actor: ActorSpec, meeting: GangRendezvous | None) -> Child:
         """An order to end cancels it. Raises MyxaError; OSError of files; ValueError for an impossible environment."""
-        name = order.actor.name
+        name = actor.name
         if name in self._children:
             raise LaunchError(f"{name} runs already as attempt {self._children[name].attempt}")
         if name in self._starting:
             raise LaunchError(f"{name} is being started already")
-        task = self._starting[name] = asyncio.get_running_loop().create_task(self._make_child(order))
+        task = self._starting[name] = asyncio.get_running_loop().create_task(self._make_child(actor, meeting))
         if self._is_stopped or self.left.done():
             self._start_no_more()
         try:
@@ -182,21 +176,20 @@ class Agent(AgentContract):
         for task in self._starting.values():
             task.cancel()
 
-    async def _make_child(self, order: StartOrder) -> Child:
-        plan, run_dir, name = self._plan, self._run_dir, order.actor.name
+    async def _make_child(self, actor: ActorSpec, meeting: GangRendezvous | None) -> Child:
+        plan, run_dir, name = self._plan, self._run_dir, actor.name
         if plan is None or run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
-        key = await self._options.key_for(name) if self._options.key_for is not None else ""
+        key = await self._key_for(name) if self._key_for is not None else ""
         spec = ProcessSpec(
-            actor=order.actor, launcher_pid=os.getpid(), run_dir=plan.run_dir, key=key,
-            socket_dir=str(self._options.runtime_dir), program=self._options.program,
+            actor=actor, launcher_pid=os.getpid(), run_dir=plan.run_dir, key=key,
+            socket_dir=str(self._runtime_dir), program=self._program,
         )  # fmt: skip
         env = child_env(
-            {**self._options.base_env, **os.environ}, order.actor,
-            spec_path=str(write_spec(spec, self._options.runtime_dir)), run_id=plan.run_id, meeting=order.meeting,
+            {**self._base_env, **os.environ}, actor,
+            spec_path=str(write_spec(spec, self._runtime_dir)), run_id=plan.run_id, meeting=meeting,
         )  # fmt: skip
-        actor, child, on_exit = order.actor, None, self._on_child_end
-        log_path = run_dir.new_log(name, actor.attempt)
+        child, on_exit, log_path = None, self._on_child_end, run_dir.new_log(name, actor.attempt)
         if self._fork_server is not None and is_forked(actor):
             child = await self._fork_server.start(name, actor.attempt, env=env, log_path=log_path, on_exit=on_exit)
         if child is None:  # only the time it takes differs
@@ -209,17 +202,13 @@ class Agent(AgentContract):
         if self._children.get(child.name) is child:
             del self._children[child.name]
         end = ChildEnd(
-            name=child.name, attempt=child.attempt, status=status, node=self._options.node,
+            name=child.name, attempt=child.attempt, status=status, node=self._node,
             log_path=str(child.log_path), pid=child.pid, tail=read_end(child.log_path, status),
         )  # fmt: skip
         if not self._is_stopped:
-            self.ctx.spawn(self._tell(end), name=f"end of {child.name}")
-
-    async def _tell(self, end: ChildEnd) -> None:
-        supervisor = self.ctx.ref(SupervisorContract, SUPERVISOR)
-        await until_answered(
-            lambda: supervisor.child_ended(end), who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log
-        )
+            tell = partial(self.ctx.ref(SupervisorContract, SUPERVISOR).child_ended, end)
+            told = until_answered(tell, who=SUPERVISOR, clock=self.ctx.clock, log=self.ctx.log)
+            self.ctx.spawn(told, name=f"end of {child.name}")
 
     async def end_actors(self, names: tuple[str, ...], grace_s: float, is_hung: bool = False) -> None:
         for name in names:
@@ -244,12 +233,12 @@ class Agent(AgentContract):
         if self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
-        return await asyncio.to_thread(read_logs, self._run_dir, self._options.node, request)
+        return await asyncio.to_thread(read_logs, self._run_dir, self._node, request)
 
     async def stacks_from_outside(self, name: str) -> StackReply:
         child = self._children.get(name)
         if child is None:
-            raise ConfigError(f"{name} has no process on node {self._options.node}", remedy="see `myxa ps`")
+            raise ConfigError(f"{name} has no process on node {self._node}", remedy="see `myxa ps`")
         return await written_stacks(child)
 
     async def kill_all(self) -> None:

@@ -28,13 +28,14 @@ from ...core.daemon_thread import in_daemon_thread
 from ...core.errors import CallError, LaunchError, MyxaError
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
+from ..composition.weight_channels import choose_channel
 from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
 from ..first_failure import RunEnd
 from ..runtime_dir import RuntimeDir
 from ..stop_signals import CTRL_C, stop_signals
 from ..waiting import Waiting
 from .agent import Agent
-from .launch_options import LaunchOptions, agent_options, facts_of, fork_server_of, made_ready, seen_gpus
+from .launch_options import LaunchOptions, facts_of, fork_server_of, made_ready, seen_gpus
 from .rendezvous import NodeRendezvous, join_rendezvous
 
 _log = logging.getLogger("myxa.launcher")
@@ -103,7 +104,9 @@ class _Follower:
         config = work.result()
         gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, node), "gpus")
         server = fork_server_of(config, reply.actors, reply.program, node, runtime)
-        agent = Agent(agent_options(options, self._rendezvous, runtime, config, server))
+        must_share = options.is_late and choose_channel(config) == "disk"
+        key_for = self._rendezvous.key_for
+        agent = Agent(options, runtime, key_for=key_for, fork_server=server, must_share=must_share)
         await self._rendezvous.node.start(agent, name=agent_name(node))
         await self._join(gpus=gpus)
         agent.mind_node_0()

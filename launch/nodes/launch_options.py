@@ -20,7 +20,6 @@ from ...core.errors import ConfigError, TrainError
 from ...core.process import adopts_orphans, boot_id
 from ...core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..actor_spec import ActorSpec
-from ..composition.weight_channels import choose_channel
 from ..contracts import NodeFacts
 from ..host import look_at_gpus
 from ..node_place import ALONE, NodePlace
@@ -28,12 +27,8 @@ from ..run_dir import RunDir
 from ..run_lineage.resume_point import named_checkpoint
 from ..waiting import Waiting
 from ..worker_spec import DEFAULT_PROGRAM
-from .agent import AgentOptions
 from .fork_server import ForkServer, preloaded
 from .rendezvous import NodeRendezvous
-
-NCCL_WITHIN_HOST = {"NCCL_SOCKET_IFNAME": "lo"}
-"""NCCL's processes meet over sockets; it takes the host's own address otherwise. gloo: actors/torch_store.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +121,3 @@ def seen_gpus(actors: Sequence[ActorSpec], node: int) -> tuple[str, ...]:
     numbers = {number for actor in actors if actor.node == node for number in actor.visible_devices}
     gpus = look_at_gpus().found if numbers else ()
     return tuple(gpus[number].uuid for number in sorted(numbers) if number < len(gpus))
-
-
-def agent_options(
-    options: LaunchOptions,
-    rendezvous: NodeRendezvous,
-    runtime_dir: Path,
-    config: RunConfig,
-    fork_server: ForkServer | None,
-) -> AgentOptions:
-    place = options.place
-    return AgentOptions(
-        node=place.rank, runtime_dir=runtime_dir, lost_s=options.timeouts.lost_s, program=options.program,
-        key_for=None if place.is_alone else rendezvous.key_for,
-        must_share=options.is_late and choose_channel(config) == "disk", fork_server=fork_server,
-        base_env=NCCL_WITHIN_HOST if place.is_alone and not config.engine.attach else {},
-    )  # fmt: skip

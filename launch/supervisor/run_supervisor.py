@@ -57,7 +57,6 @@ from ..contracts import (
     EnlistReply,
     NodeFacts,
     RunDescription,
-    StartOrder,
     SupervisorContract,
     agent_name,
 )
@@ -181,8 +180,7 @@ class RunSupervisor(SupervisorContract):
             await self.agent(node).prepare(self._plan)
         starts: set[asyncio.Task[None]] = set()
         for actor in self._first_actors:
-            if self._rules.may_launch(actor.name, 0):  # false if the run or its gang failed already
-                self._rules.on_launch(actor.name)
+            if self._rules.on_launch(actor.name, 0):  # false if the run or its gang failed already
                 starts.add(start := self.ctx.spawn(self._start(actor.name, 0), name=f"start {actor.name}"))
                 await asyncio.wait({start}, timeout=START_ALONE_S)
         if starts:
@@ -275,8 +273,9 @@ class RunSupervisor(SupervisorContract):
         with raised_as(ConfigError, f"{actor.name} cannot join", SupervisionError):
             self._rules.grow(actor.role, actor.name)
         self.actors[actor.name] = RunActor(actor)
-        self._rules.on_launch(actor.name)
-        self.ctx.spawn(self._start(actor.name, self._rules.attempt(actor.name)), name=f"hire {actor.name}")
+        attempt = self._rules.attempt(actor.name)
+        self._rules.on_launch(actor.name, attempt)
+        self.ctx.spawn(self._start(actor.name, attempt), name=f"hire {actor.name}")
 
     async def kill(self, meant: Sequence[ActorFacts], killer: str) -> None:
         """Kill these and all that they started. `killer`: who asked for it, and why, for the report."""
@@ -418,8 +417,7 @@ class RunSupervisor(SupervisorContract):
         await asyncio.sleep(order.delay_s)
         for name, attempt in zip(order.children, order.attempts, strict=True):
             # A stop, or a newer restart of the same children, makes this one void.
-            if self._rules.may_launch(name, attempt):
-                self._rules.on_launch(name)
+            if self._rules.on_launch(name, attempt):
                 await self._start(name, attempt)
 
     async def _start(self, name: str, attempt: int) -> None:
@@ -430,8 +428,8 @@ class RunSupervisor(SupervisorContract):
         actor.pid, actor.gone_by_s = 0, math.inf
         spec, failed = actor.spec, None
         try:
-            order = StartOrder(actor=replace(spec, attempt=attempt), meeting=self._rendezvous_of(spec, attempt))
-            actor.pid = await self.agent(spec.node).start_actor(order)
+            meeting = self._rendezvous_of(spec, attempt)
+            actor.pid = await self.agent(spec.node).start_actor(replace(spec, attempt=attempt), meeting)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
                 self._lose_node(spec.node, str(error))

@@ -49,7 +49,7 @@ def make(*roles: RoleSpec, is_up: bool = True) -> Supervisor:
     supervisor = Supervisor(roles, jitter=lambda: 0.0)
     for role in roles:
         for child in role.children:
-            supervisor.on_launch(child)
+            assert supervisor.on_launch(child, 0)
             if is_up:
                 supervisor.on_up(child)
     return supervisor
@@ -60,8 +60,8 @@ def launch(supervisor: Supervisor, instructions: Sequence[Instruction], *, is_up
     (restart,) = instructions
     assert isinstance(restart, Restart)
     for name, attempt in zip(restart.children, restart.attempts, strict=True):
-        assert supervisor.may_launch(name, attempt)
-        supervisor.on_launch(name)
+        assert supervisor.on_launch(name, attempt)
+        assert not supervisor.on_launch(name, attempt), "it runs"
         if is_up:
             supervisor.on_up(name)
     return restart
@@ -69,7 +69,7 @@ def launch(supervisor: Supervisor, instructions: Sequence[Instruction], *, is_up
 
 def join(supervisor: Supervisor, name: str) -> None:
     supervisor.grow("rollout", name)
-    supervisor.on_launch(name)
+    assert supervisor.on_launch(name, supervisor.attempt(name))
     supervisor.on_up(name)
 
 
@@ -154,7 +154,7 @@ def test_a_gang_ends_together_and_restarts_as_one_attempt():
     supervisor = make(alone("buffer"), gang(3))
     reason = "trainer/1 ended with signal SIGKILL"
     assert supervisor.on_exit("trainer/1", KILLED, 5.0) == [End(("trainer/2", "trainer/0"), 0.5, reason)]
-    assert not supervisor.may_launch("trainer/1", 0)
+    assert not supervisor.on_launch("trainer/1", 0)
     assert supervisor.on_exit("trainer/0", 1, 5.1) == []
     restart = launch(supervisor, supervisor.on_exit("trainer/2", -15, 5.2))
     ranks = ("trainer/0", "trainer/1", "trainer/2")
@@ -282,7 +282,7 @@ def test_a_run_that_ends_names_what_to_end_last_started_first_and_starts_none_ag
     supervisor.stop()
     assert supervisor.roles == ("buffer", "trainer", "rollout")
     assert supervisor.state("rollout/1") == "stopped", "it was waiting for its restart"
-    assert not supervisor.may_launch("rollout/1", 1)
+    assert not supervisor.on_launch("rollout/1", 1)
     assert supervisor.end_role("rollout") == ("rollout/2", "rollout/0")
     assert supervisor.end_role("trainer") == ("trainer/1", "trainer/0")
     for name, status in {"rollout/0": 1, "rollout/2": 0, "trainer/1": 2, "trainer/0": KILLED}.items():
@@ -313,7 +313,7 @@ def test_a_child_that_retires_hands_back_its_work_then_ends_and_is_no_child_any_
     assert supervisor.alive == ("rollout/0",)
     with pytest.raises(SupervisionError, match="no child is named 'rollout/1'"):
         supervisor.state("rollout/1")
-    assert not supervisor.may_launch("rollout/1", 0)
+    assert not supervisor.on_launch("rollout/1", 0)
     assert supervisor.on_drained("rollout/1") == [], "it may be late"
 
 
@@ -326,7 +326,7 @@ def test_a_child_that_hangs_or_has_not_begun_is_asked_to_end_at_once():
     ends = supervisor.on_health("rollout/1", "hung", "no beat", 12.0)
     assert ends == [End(("rollout/1",), 10.0, WISH)], "it was handing back its work"
     supervisor.grow("rollout", "rollout/2")
-    supervisor.on_launch("rollout/2")
+    assert supervisor.on_launch("rollout/2", 0)
     assert supervisor.retire("rollout/2", WISH, 1.0) == [End(("rollout/2",), 10.0, WISH)]
     supervisor.grow("rollout", "rollout/3")
     assert supervisor.retire("rollout/3", WISH, 1.0) == [Retired("rollout/3")], "it was never started"
@@ -353,7 +353,6 @@ REFUSED: dict[str, tuple[Callable[[Supervisor], Any], str]] = {
     "a rank comes": (lambda s: s.grow("trainer", "trainer/2"), "trainer is a gang"),
     "a name in use": (lambda s: s.grow("rollout", "rollout/1"), "named twice: rollout/1"),
     "a role that is none": (lambda s: s.grow("judge", "judge/0"), "there is no role 'judge'"),
-    "a launch of one that runs": (lambda s: s.on_launch("rollout/0"), "'launch' cannot happen"),
     "an end of an unknown child": (lambda s: s.on_exit("b", 1, 0.0), "no child is named 'b'"),
     "a hang of an unknown child": (lambda s: s.on_health("b", "hung", "", 0.0), "no child is named 'b'"),
     "one that joins a run that ends": (

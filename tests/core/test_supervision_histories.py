@@ -159,9 +159,8 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_pause_is_over(self, data: st.DataObject) -> None:
         name, attempt = self.pauses.pop(data.draw(st.integers(0, len(self.pauses) - 1)))
-        if self.supervisor.may_launch(name, attempt):
+        if self.supervisor.on_launch(name, attempt):
             assert name not in self.processes
-            self.supervisor.on_launch(name)
             self.processes[name] = attempt
 
     @precondition(lambda self: self.processes)

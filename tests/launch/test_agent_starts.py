@@ -24,24 +24,24 @@ from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
     RunDescription,
-    StartOrder,
     SupervisorContract,
     agent_name,
 )
-from myxa.launch.nodes.agent import Agent, AgentOptions, KeyFor
+from myxa.launch.node_place import NodePlace
+from myxa.launch.nodes.agent import Agent, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
+from myxa.launch.nodes.launch_options import LaunchOptions
 from myxa.launch.stop_signals import TWICE_S
 from myxa.transport.node import Node
 
 
-def options(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> AgentOptions:
-    return AgentOptions(node=node, runtime_dir=folder / "runtime", lost_s=20.0, key_for=key_for)
+def agent_of(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> Agent:
+    return Agent(LaunchOptions(place=NodePlace(node, 2, None)), folder / "runtime", key_for=key_for)
 
 
-def order(**actor: Any) -> StartOrder:
-    spec = ActorSpec(name="rollout/0", role="rollout", kind="embedded", index=0, node=0, **actor)
-    return StartOrder(actor=spec)
+def order(**actor: Any) -> ActorSpec:
+    return ActorSpec(name="rollout/0", role="rollout", kind="embedded", index=0, node=0, **actor)
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator
     (folder / "run").mkdir()
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        agent = Agent(options(folder, key_for=key_for))
+        agent = agent_of(folder, key_for=key_for)
         ref = await node.start(agent, agent_name(0))
         await ref.prepare(RunDescription(run_id="r", run_dir=str(folder / "run"), config=""))
         yield agent, ref
@@ -64,7 +64,7 @@ async def failure_of(start: Awaitable[int]) -> MyxaError:
     return raised.value
 
 
-async def refused(folder: Path, wanted: StartOrder, key_for: KeyFor | None = None) -> MyxaError:
+async def refused(folder: Path, wanted: ActorSpec, key_for: KeyFor | None = None) -> MyxaError:
     before = {child.pid for child in psutil.Process().children()}
     async with agent_in(folder, key_for) as (agent, ref):
         failure = await failure_of(ref.start_actor(wanted))
@@ -145,7 +145,7 @@ async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
 async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        ref = await node.start(Agent(options(tmp_path)), agent_name(0))
+        ref = await node.start(agent_of(tmp_path), agent_name(0))
         failure = await failure_of(ref.start_actor(order()))
         assert "launcher/0 is not prepared" in str(failure)
     finally:
@@ -203,7 +203,7 @@ def minded(tmp_path: Path, conductor: Conductor | None, begins: bool = True) -> 
                 home = sim.nodes["launcher/0"].node
                 await sim.spawn("launcher/0", home.start(conductor, SUPERVISOR))
             away = (await sim.node("launcher/1")).node
-            agent = Agent(options(tmp_path, node=1))
+            agent = agent_of(tmp_path, node=1)
             await sim.spawn("launcher/1", away.start(agent, agent_name(1)))
             if begins:
 
@@ -236,7 +236,7 @@ async def lent(
     """An agent whose process is lent to the run, after its first signal."""
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
-        agent = Agent(options(folder))
+        agent = agent_of(folder)
         await node.start(agent, agent_name(0))
         lending = asyncio.get_running_loop().create_task(_lend(agent, stop))
         await asyncio.sleep(0.05)  # its handlers are in place

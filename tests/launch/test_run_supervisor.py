@@ -27,7 +27,6 @@ from myxa.launch.contracts import (
     EnlistReply,
     NodeFacts,
     RunDescription,
-    StartOrder,
     SupervisorContract,
     agent_name,
 )
@@ -74,14 +73,14 @@ class Hands(AgentContract):
     async def prepare(self, plan: RunDescription) -> None:
         pass
 
-    async def start_actor(self, order: StartOrder) -> int:
-        name = order.actor.name
-        if order.meeting is not None:
-            self.meetings[name, order.actor.attempt] = order.meeting
-        self.started.append((name, order.actor.attempt))
+    async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
+        name = actor.name
+        if meeting is not None:
+            self.meetings[name, actor.attempt] = meeting
+        self.started.append((name, actor.attempt))
         if self.raises is not None:
             raise self.raises
-        self.pids[name], self.attempts[name] = 100 + len(self.started), order.actor.attempt
+        self.pids[name], self.attempts[name] = 100 + len(self.started), actor.attempt
         if self.answers:
             await self.node.start(Actor(), name)
         return self.pids[name]

@@ -16,8 +16,8 @@ from myxa.launch import launcher
 from myxa.launch.cli import main
 from myxa.launch.contracts import RunDescription
 from myxa.launch.first_failure import RunEnd
-from myxa.launch.node_place import find_place
-from myxa.launch.nodes.agent import Agent, AgentOptions
+from myxa.launch.node_place import NodePlace, find_place
+from myxa.launch.nodes.agent import Agent
 from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
@@ -98,7 +98,7 @@ def test_a_scheduler_says_who_is_who_once_several_are_meant(
 async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
     told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
     posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))
-    agent = Agent(AgentOptions(node=1, runtime_dir=tmp_path))
+    agent = Agent(LaunchOptions(place=NodePlace(1, 2, None)), tmp_path)
     place = tmp_path / "runs" / "next"
     await agent.prepare(RunDescription(run_id="next", run_dir=str(place), config=posted))
     assert load_config(place / "config.toml").trainer.resume == str(run.place(4))
