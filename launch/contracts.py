@@ -6,7 +6,6 @@ from ..core.actor import Actor
 from ..core.handlers import call
 from ..core.record import Record
 from .actor_spec import ActorSpec, GangRendezvous
-from .control.verbs import LogsArguments
 
 SUPERVISOR = "supervisor"
 
@@ -64,6 +63,20 @@ class RunDescription(Record, frozen=True, kw_only=True):
     """The run's configuration as TOML, with the checkpoint to begin from and the names of copies of code."""
     code: dict[str, str] = {}
     """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
+
+
+class LogRequest(Record, frozen=True, kw_only=True):
+    """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
+
+    name: str
+    """An actor, or "launcher": that of the node itself."""
+    num_lines: int = 100
+    """Without a place: so many of the last lines."""
+    grep: str = ""
+    engine: bool = False
+    """The log of the server that the actor launched, instead of its own."""
+    after: dict[str, tuple[str, int]] = {}
+    """By the name of a chunk: the file that was read last, and how many bytes of it."""
 
 
 class LogChunk(Record, frozen=True, kw_only=True):
@@ -136,8 +149,8 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def read_logs(self, request: LogsArguments) -> tuple[LogChunk, ...]:
-        """Read a log file of this node: of the actor that is the target, or of "launcher", the node itself."""
+    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
+        """Read a log file of this node."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)

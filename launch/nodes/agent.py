@@ -23,11 +23,11 @@ from ..contracts import (
     AgentContract,
     ChildEnd,
     LogChunk,
+    LogRequest,
     RunDescription,
     StackReply,
     SupervisorContract,
 )
-from ..control.verbs import LogsArguments
 from ..first_failure import RunEnd, read_end
 from ..frozen_code import write_code
 from ..run_dir import RunDir
@@ -229,7 +229,7 @@ class Agent(AgentContract):
         for child in await _still_there(hung, KILL_S):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
 
-    async def read_logs(self, request: LogsArguments) -> tuple[LogChunk, ...]:
+    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
         if self._run_dir is None:
             raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
