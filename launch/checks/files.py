@@ -236,6 +236,8 @@ def _end_findings(tokenizer: FolderTokenizer) -> Iterator[Finding]:
 FIRST_ROWS = 50
 RENDERED_ROWS = 8
 """The first ones, as the model is asked them; demonstrations as they are trained on."""
+_SLIP = re.compile(rb"(?<!\\)(?:\\\\)*(\\(?:b[A-Za-z]|frac)\w*)")
+"""In JSON: backspaces and form feeds that were backslashes."""
 MAX_BYTES = 64 << 20
 """A JSONL file up to this size is indexed, which counts its rows; of a larger one only the size is looked at."""
 
@@ -335,11 +337,14 @@ def read_rows(
 def _first_bad(
     rows: Iterator[Row], layout: RowLayout, key: str, *, skips_bad: bool, write: Write | None
 ) -> Iterator[Finding]:
-    unseen = None
+    unseen = slip = None
     for number, (place, read) in enumerate(rows):
         try:
             prompt = layout.prompt(read())
-            encode_prompt(prompt)
+            encoded = encode_prompt(prompt)
+            if slip is None and (slip := _SLIP.search(encoded)):
+                text = f"{place}: a control character is where {slip[1].decode()} was meant"
+                yield Finding(key, DataError(text, remedy="write the backslash twice in JSON"), "warning")
             if write is not None and number < RENDERED_ROWS and (error := write(prompt)) and unseen is None:
                 unseen = DataError(f"{place}: {error.message}", remedy=error.remedy)
                 yield Finding(key, unseen, "warning")

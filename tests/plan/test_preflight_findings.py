@@ -304,6 +304,23 @@ def test_the_first_rows_of_data(tmp_path: Path) -> None:
     assert seen(train=[f"{path}@[10:30]", f"{path}@[50:]"]).num_rows == 20 + 56
 
 
+@pytest.mark.parametrize(
+    ("row", "meant"),
+    [
+        (r'{"prompt": "Put it in \\boxed{}", "label": "\boxed{1}"}', r"\boxed"),
+        (r'{"prompt": "Half of \\\frac{1}{2}", "label": "1"}', r"\frac"),
+        (r'{"prompt": "Put it in \\boxed{} or \\frac12", "label": "\\text{x}\fPage 2\b"}', ""),
+    ],
+)
+def test_backslashes_that_json_took_for_control_characters(tmp_path: Path, row: str, meant: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"prompt": "a", "label": "b"}\n' + f"{row}\n" * 3)
+    (rows,) = train_rows(CheckedRun(run(data={"train": str(path)}), ())).values()
+    told = [(finding.severity, str(finding.error)) for finding in rows.findings]
+    text = f"{path}:2: a control character is where {meant} was meant -- write the backslash twice in JSON"
+    assert told == ([("warning", text)] if meant else [])
+
+
 # -- chat templates ----------------------------------------------------------------------------------------------------
 
 
