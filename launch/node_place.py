@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.errors import ConfigError, raised_as
-from ..transport.address import PORT_REMEDY, Endpoint, in_url
+from ..transport.address import LOOPBACK, PORT_REMEDY, Endpoint, in_url
 
 DEFAULT_PORT = 29400
-LOOPBACK = "127.0.0.1"
 
 _NUM_NODES = ("PET_NNODES", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 """Each task of a step of Slurm's is a launcher, whatever machine it is on."""
@@ -42,7 +41,7 @@ class NodePlace:
         return self.num_nodes == 1 and self.max_nodes <= 1
 
 
-ALONE = NodePlace(0, 1, Endpoint("127.0.0.1", 0))
+ALONE = NodePlace(0, 1, Endpoint(LOOPBACK, 0))
 """Of a run on one machine."""
 
 

@@ -156,6 +156,7 @@ def own_address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+LOOPBACK = "127.0.0.1"
 PORTS = range(10_000, 30_000)
 """Below the range that Linux gives to connections unless it is set otherwise."""
 PORTS_VARIABLE = "MYXA_PORTS"

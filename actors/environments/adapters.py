@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ...core.errors import ConfigError
+from ...transport.address import LOOPBACK
 from ..gateway.answering import fault_body
 from ..gateway.exchange import STATUS, function_tool
 from ..gateway.session import RequestFault
@@ -368,8 +369,8 @@ class Verifiers(Environment):
         server = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         await server.setup()
         stack.push_async_callback(server.cleanup)
-        await web.TCPSite(server, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{server.addresses[0][1]}/v1"
+        await web.TCPSite(server, LOOPBACK, 0).start()
+        url = f"http://{LOOPBACK}:{server.addresses[0][1]}/v1"
         client = self.vf.EvalClientConfig(base_url=url, api_key_var="MYXA_NO_KEY")
         self.ctx = self.vf.ModelContext(model="policy", client=client, sampling=self.vf.SamplingConfig())
         await stack.enter_async_context(self.env.serving())

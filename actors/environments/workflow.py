@@ -18,6 +18,7 @@ from ...core.errors import DataError
 from ...core.process import past_proxies
 from ...core.protocols import Tokenizer
 from ...core.samples import Prompt, Sample
+from ...transport.address import LOOPBACK
 from ..models.tokenizer import FolderTokenizer
 from ..user_code.process import Call
 from ..workflows.episode import ModelAccess
@@ -47,7 +48,7 @@ class EnvironmentPool(WorkflowPool):
         self.name, self.what = name, f'environment "{name}"'
         self._python = settings.python or sys.executable, "-P"  # files where the run was started shadow no package
         env = {**environ, **settings.env}
-        self._env, self._silent_s = env | past_proxies(env, "127.0.0.1"), settings.silence_s
+        self._env, self._silent_s = env | past_proxies(env, LOOPBACK), settings.silence_s
         self._num_open, self._room = 0, asyncio.Event()
 
     async def play(

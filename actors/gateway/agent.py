@@ -33,6 +33,7 @@ from ...core.config.run import AgentSettings
 from ...core.errors import FailureKind, MemberFailed
 from ...core.process import past_proxies
 from ...core.samples import Prompt, Sample
+from ...transport.address import LOOPBACK
 from ..http_client import AnswerTooLong, NoAnswer, client_session, post_bounded
 from ..user_code.sandbox import Job, Limits, Sandbox, file_out, sandbox, scratch_folder
 from ..workflows.episode import Episode, ReachedModel, WorkflowContext
@@ -157,7 +158,7 @@ class AgentWorkflow:
         folder = str(Path(settings.dir or ".").resolve())
         is_inside = settings.sandbox != "none" and settings.network == "gateway"
         port = (await self.gateway.served()).port
-        url = f"http://127.0.0.1:{port}" if is_inside else await self.gateway.address()
+        url = f"http://{LOOPBACK}:{port}" if is_inside else await self.gateway.address()
         job = Job(
             command=tuple(shlex.split(settings.command)), scratch=scratch, folder=folder, visible=("/", folder),
             environ=self.environ,

@@ -40,7 +40,7 @@ from ...core.config.servers import guesser
 from ...core.errors import ConfigError, LaunchError, MyxaError
 from ...core.suggestion import suggest
 from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
-from ...transport.address import PORTS_VARIABLE, ports_to_try
+from ...transport.address import LOOPBACK, PORTS_VARIABLE, ports_to_try
 from ..actor_spec import ActorSpec
 from ..host import Gpus, check_port, look_at_gpus, nearest_folder
 from .check import CheckedRun, looked, warnings
@@ -454,7 +454,7 @@ def listened_ports(run: CheckedRun) -> Iterator[Finding]:
     key, port = "control.dashboard_port", run.config.control.dashboard_port
     if port > 0 and run.of("coordinator"):
         remedy = "set another one, 0 (any free port) or -1 (off)"
-        yield from looked(key, check_port, f"{key} = {port}", "127.0.0.1", port, remedy)
+        yield from looked(key, check_port, f"{key} = {port}", LOOPBACK, port, remedy)
 
 
 def run_folder(run: CheckedRun) -> Iterator[Finding]:

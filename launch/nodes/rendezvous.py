@@ -21,11 +21,11 @@ import msgspec
 
 from ...core.errors import CallError, ConfigError, LaunchError, raised_as
 from ...core.files import write_durably
-from ...transport.address import Endpoint, Rendezvous, in_url, interface_towards
+from ...transport.address import LOOPBACK, Endpoint, Rendezvous, in_url, interface_towards
 from ...transport.node import JobKey, KeyPair, Node
 from ..contracts import ChildEnd, agent_name
 from ..host import check_port
-from ..node_place import LOOPBACK, NodePlace, parse_endpoint
+from ..node_place import NodePlace, parse_endpoint
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec
 

@@ -49,7 +49,7 @@ from ...core.supervision import (
     describe_status,
 )
 from ...core.timeouts import LauncherTimeouts
-from ...transport.address import hold_port
+from ...transport.address import LOOPBACK, hold_port
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     AgentContract,
@@ -75,7 +75,6 @@ NODE_IS_GONE = (NotSent, PeerDied, DeadlineExceeded, NoSuchActor)
 """Outcomes of a call to a node's agent that concern the node. Other errors come from an agent that is there."""
 ANSWER_S = 30.0
 """Time for an agent's answer, in addition to a process's own grace."""
-LOOPBACK = "127.0.0.1"
 LEAVING_S = 5.0
 DRAIN_S = 40.0
 """A running group is aborted and returned at once; its reward may take time."""

@@ -27,6 +27,7 @@ from aiohttp import web
 from ...actors.http_guard import Head, HttpAccess, Refusal, elsewhere, same
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
+from ...transport.address import LOOPBACK
 from ..control import verbs
 from ..control.server import ControlServer, VerbContext, error_response, operator_of
 from ..views.compare import runs_of
@@ -93,7 +94,6 @@ def _knows(ask: PageRequest, secret: str) -> bool:
     return same(ask.query_token, secret) or same(ask.cookie, cookie_of(secret))
 
 
-HOST = "127.0.0.1"
 TOKEN = "token"
 METRICS = "/metrics"
 LOOK_EVERY_S = 2.0
@@ -157,7 +157,7 @@ class Dashboard:
         return self._url(self._guard.operate if may_operate else self._guard.view)
 
     def _url(self, secret: str) -> str:
-        return f"http://{HOST}:{self._port}/?{TOKEN}={secret}"
+        return f"http://{LOOPBACK}:{self._port}/?{TOKEN}={secret}"
 
     async def _open(self, port: int) -> None:
         app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY_BYTES)
@@ -180,11 +180,11 @@ class Dashboard:
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, HOST, port).start()
+            await web.TCPSite(runner, LOOPBACK, port).start()
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
-                f"the dashboard cannot listen on {HOST}:{port}: {error}",
+                f"the dashboard cannot listen on {LOOPBACK}:{port}: {error}",
                 remedy="choose another port, or 0 for any free one",
             ) from error
         self._runner, self._port = runner, runner.addresses[0][1]

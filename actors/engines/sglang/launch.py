@@ -35,7 +35,7 @@ from ....core.errors import ConfigError, EngineError, LaunchError, MyxaError, ra
 from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
 from ....core.refs import all_or_first_error, unwrapped_group
-from ....transport.address import hold_port
+from ....transport.address import LOOPBACK, hold_port
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
@@ -163,7 +163,6 @@ async def start_server(server_command: ServerCommand) -> ServerProcess:
     return ServerProcess(server_command, process, log_start)
 
 
-LOOPBACK = "127.0.0.1"
 CAUSE_S = 0.5
 """How long a server that does not answer has for being seen to have ended."""
 DEFAULTS: Mapping[str, Any] = {"stream_interval": 32}

@@ -27,8 +27,8 @@ from ....core.messages import EngineUsage, WeightManifest
 from ....core.protocols import Delta, EngineInfo, GenerateRequest, PauseMode, TellsLoading
 from ....core.refs import all_or_first_error
 from ....core.weight_channel import WeightProgress
+from ....transport.address import LOOPBACK
 from .engine import SglangEngine, commit_together
-from .launch import LOOPBACK
 
 ROOM_BITS = 62
 """Of the number of a request; servers keep it as a signed one of 64 bits."""

@@ -97,6 +97,13 @@ def _check(manifest: WeightManifest, tensors: Mapping[str, NamedArray]) -> None:
         )
 
 
+def _manifest(version: int, tensors: Sequence[NamedArray], specs: Sequence[TensorSpec], **place: Any) -> WeightManifest:
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    return WeightManifest(
+        version=version, num_bytes=num_bytes, tensors=tuple(specs), digest=digest_of(tensors), **place
+    )
+
+
 # -- shm
 
 ALIGNMENT = 64
@@ -138,11 +145,8 @@ class ShmWeightWriter:
                 remedy="free memory, or use the disk channel",
             ) from err
         self._files[version] = descriptor
-        return WeightManifest(
-            version=version, channel="shm", location=f"/proc/{os.getpid()}/fd/{descriptor}",
-            num_bytes=sum(spec.num_bytes for spec in specs), tensors=tuple(specs), digest=digest_of(tensors),
-            host=self.host,
-        )  # fmt: skip
+        location = f"/proc/{os.getpid()}/fd/{descriptor}"
+        return _manifest(version, tensors, specs, channel="shm", location=location, host=self.host)
 
     def release(self, version: int) -> None:
         """Readers in the middle of one keep its memory until they are done."""
@@ -221,11 +225,8 @@ class DiskWeightWriter:
             clear_folders(self.root)
             self._is_clear = True
         folder = self._folder(version)
-        specs = tuple(tensor.spec for tensor in tensors)
-        full = WeightManifest(
-            version=version, channel=self.channel, location=str(folder),
-            num_bytes=sum(spec.num_bytes for spec in specs), tensors=specs, digest=digest_of(tensors), host=self.host,
-        )  # fmt: skip
+        specs = [tensor.spec for tensor in tensors]
+        full = _manifest(version, tensors, specs, channel=self.channel, location=str(folder), host=self.host)
         self._folders.add(folder)
         try:
             manifest = self._write_delta(full, tensors)

@@ -44,7 +44,7 @@ from ....core.weight_channel import (
     ShareReply,
     ShareRequest,
 )
-from ....transport.address import own_address_towards
+from ....transport.address import LOOPBACK, own_address_towards
 from ...models.hf_folder import CONFIG, read_json
 from ...models.model_config import fp8_scale_fmt, served_fp8
 from ...models.safetensors_file import SCALE_SUFFIX
@@ -317,9 +317,6 @@ def keeps_layout(device: torch.device, is_fp8: bool) -> bool:
 
 def _start(work: Callable[[], None], name: str) -> None:
     threading.Thread(target=work, name=name, daemon=True).start()
-
-
-LOOPBACK = "127.0.0.1"
 
 
 def address_for(request: JoinRequest, own_host: str) -> str:
