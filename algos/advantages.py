@@ -33,11 +33,6 @@ def discounted_sums(x_SL: Tensor, factor: float) -> Tensor:
     return out_SL
 
 
-def discounted_returns(rewards_T: Tensor, segments: Segments, gamma: float) -> Tensor:
-    """Float [T]: return from each token to the end of its sample."""
-    return segments.flat_T(discounted_sums(segments.padded_SL(rewards_T), gamma))
-
-
 def gae(
     rewards_T: Tensor, values_T: Tensor, segments: Segments, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +81,7 @@ def token_advantages(
     if turn_rewards_T is not None:
         rewards_T = rewards_T + turn_rewards_T.detach()
     if kind == "reinforce_pp":
-        return discounted_returns(rewards_T, segments, gamma)
+        return segments.flat_T(discounted_sums(segments.padded_SL(rewards_T), gamma))
     values = torch.zeros_like(rewards_T) if values_T is None else values_T
     return gae(rewards_T, values, segments, gamma, lam)[0]
 

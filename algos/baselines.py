@@ -53,44 +53,16 @@ def _standardised(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
     return groups.centred_S / (np.sqrt((groups.weights_S * gap_S**2).sum() / max(count - 1, 1)) + STD_EPS)
 
 
-def _centred(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
-    """R - mean: Dr.GRPO, arXiv 2503.20783, section 3; REINFORCE++-baseline before its whitening."""
-    return groups.centred_S
-
-
-def _leave_one_out(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
-    """R - mean of the others = (R - mean) n / (n - 1): RLOO, arXiv 2402.14740. A lone sample gets 0."""
-    return groups.centred_S * groups.count_S / np.maximum(groups.count_S - 1, 1)
-
-
-def _raw(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
-    """R itself: PPO and REINFORCE++ have their baseline elsewhere (values, whitening over the batch)."""
-    return rewards_S
-
-
-def _ones(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
-    """Supervised: every demonstration counts the same."""
-    return np.ones_like(rewards_S)
-
-
-def _sign(groups: _Groups, rewards_S: F64, normalise: Normalise) -> F64:
-    """Pairs: 1 for the better answer, -1 for the worse one."""
-    return np.sign(groups.centred_S)
-
-
 BASELINES: dict[str, Callable[[_Groups, F64, Normalise], F64]] = {
-    "grpo": _standardised,
-    "dapo": _standardised,
-    "gspo": _standardised,
-    "cispo": _standardised,
-    "dr_grpo": _centred,
-    "rloo": _leave_one_out,
-    "reinforce_pp_baseline": _centred,
-    "reinforce_pp": _raw,
-    "ppo": _raw,
-    "sft": _ones,
-    "dpo": _sign,
-    "reward": _centred,
+    **dict.fromkeys(("grpo", "dapo", "gspo", "cispo"), _standardised),
+    # R - mean: Dr.GRPO, arXiv 2503.20783, section 3; REINFORCE++-baseline before its whitening
+    **dict.fromkeys(("dr_grpo", "reinforce_pp_baseline", "reward"), lambda groups, rewards_S, _: groups.centred_S),
+    # R - mean of the others = (R - mean) n / (n - 1): RLOO, arXiv 2402.14740; a lone sample gets 0
+    "rloo": lambda groups, rewards_S, _: groups.centred_S * groups.count_S / np.maximum(groups.count_S - 1, 1),
+    # their baseline is elsewhere: values, or whitening over the batch
+    **dict.fromkeys(("reinforce_pp", "ppo"), lambda groups, rewards_S, _: rewards_S),
+    "sft": lambda groups, rewards_S, _: np.ones_like(rewards_S),
+    "dpo": lambda groups, rewards_S, _: np.sign(groups.centred_S),  # 1 for the better answer, -1 for the worse one
 }
 
 
@@ -106,7 +78,7 @@ def group_advantages(
 
     `rewards_S` numbers [S] in any order, `group_ids_S` integers [S], `weights_S` the part of its rollout that each is
     (None: all of it). A group of equal rewards, or of one rollout, gets exactly 0 from all kinds that compare.
-    `normalise` concerns grpo, dapo, gspo and cispo; the formula of each kind is at its function above.
+    `normalise` concerns grpo, dapo, gspo and cispo; the formula of each kind is above.
     """
     rewards = np.asarray(rewards_S, dtype=np.float64)
     ids = np.asarray(group_ids_S, dtype=np.int64)

@@ -6,11 +6,10 @@ The caller that drops a group must release its slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from ..core.errors import ConfigError
 from ..core.samples import Group
 from .arguments import bind
 
@@ -19,31 +18,30 @@ GroupFilter = Callable[[Group], str | None]
 SampleFilter = Callable[[Group], tuple[str | None, ...]]
 """For each member, the reason why nothing is learnt from it, or None when something is."""
 
-T = TypeVar("T")
-
 SPREAD_EPS = 1e-6
 """Rewards that differ by no more than this are equal."""
 
 
 def zero_variance(group: Group, *, eps: float = SPREAD_EPS) -> str | None:
     """All rewards are equal to within `eps`, what length costs aside: all answers are right, or wrong, and advantages
-    would be 0, or speak of length alone (DAPO, arXiv 2503.14476, eq. 11)."""
+    would be 0, or speak of length alone (DAPO, arXiv 2503.14476, eq. 11). It stays if a sample is learnt whatever its
+    reward is, or turns have rewards that differ."""
     rewards = group.task_rewards().astype(np.float64)
     if rewards.size and float(rewards.max() - rewards.min()) > eps:
         return None
-    return "zero_variance"
+    by_turns = [sample.token_rewards for sample in group.samples if sample.token_rewards is not None]
+    if len({tuple(rewards[rewards != 0].tolist()) for rewards in by_turns}) > 1:
+        return None
+    is_learnt = any(sample.loss != "algo" and sample.loss_mask.any() for sample in group.samples)
+    return None if is_learnt else "zero_variance"
 
 
-def keep_all(group: Group) -> str | None:
-    return None
-
-
-GROUP_FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance, "none": keep_all}
+GROUP_FILTERS: dict[str, GroupFilter] = {"zero_variance": zero_variance, "none": lambda group: None}
 
 
 def group_filter(name: str, args: Mapping[str, Any] | None = None) -> GroupFilter:
-    """The built-in filter of that name. Raises ConfigError for any other name, and for arguments it does not take."""
-    return _built_in("group", GROUP_FILTERS, name, args)
+    """The built-in filter of that name. Raises ConfigError for arguments that it does not take."""
+    return bind(GROUP_FILTERS[name], args or {}, key="algo.group_filter_args", what=f'group filter "{name}"')
 
 
 def learn_from_all(group: Group) -> tuple[str | None, ...]:
@@ -60,16 +58,4 @@ SAMPLE_FILTERS: dict[str, SampleFilter] = {"none": learn_from_all, "truncated": 
 
 def sample_filter(name: str, args: Mapping[str, Any] | None = None) -> SampleFilter:
     """The built-in filter of members of that name. Raises as `group_filter`."""
-    return _built_in("sample", SAMPLE_FILTERS, name, args)
-
-
-def _built_in(
-    kind: str, functions: Mapping[str, Callable[..., T]], name: str, args: Mapping[str, Any] | None
-) -> Callable[..., T]:
-    function = functions.get(name)
-    if function is None:
-        raise ConfigError(
-            f'{kind} filter "{name}" is not known',
-            remedy=f"use {', '.join(sorted(functions))}, or module:function for your own",
-        )
-    return bind(function, args or {}, key=f"algo.{kind}_filter_args", what=f'{kind} filter "{name}"')
+    return bind(SAMPLE_FILTERS[name], args or {}, key="algo.sample_filter_args", what=f'sample filter "{name}"')

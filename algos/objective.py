@@ -6,7 +6,7 @@ and ranks simply add up to the gradient of the whole.
 
     loss = red(w L) + kl_coef red(k) - entropy_coef red(H)
 
-L: `losses.py`; w: `ratios.py`; k: `kl.py`; red: sum over tokens divided by
+L: `losses.py`; w and k: `ratios.py`; red: sum over tokens divided by
     token      tokens of the mini-batch                      DAPO, arXiv 2503.14476, eq. 8
     rollout    the sample's own tokens, then samples         GRPO, arXiv 2402.03300, eq. 3
     constant   a constant, e.g. samples x longest answer              Dr.GRPO, arXiv 2503.20783, section 3.2
@@ -22,15 +22,6 @@ Which ratio the loss clips and which weight w multiplies it, by `correction`:
 
 With one optimizer step a batch the proximal policy *is* the live one, no extra pass is needed and the ratio of the
 last four is 1, so their clip never acts. Hence "auto": behaviour with one mini-batch, decoupled with several.
-
-The mismatch is how far the engine's log-probs (behaviour) lie from the trainer's (train) for the same tokens. With
-equal weights and a faithful engine all are 0 up to rounding; growth means staleness, another precision, or a bug.
-With x = train - behaviour and q = exp(x), exponents bounded to +-20:
-
-    diff_abs   mean |x|
-    k1         mean (behaviour - train)     estimates KL(behaviour || train); signed, so it may hide errors
-    k3         mean (q - 1 - x)             the same, never negative
-    chi2       mean q^2 - 1                 chi-square divergence; variance of the importance weights
 """
 
 from __future__ import annotations
@@ -378,7 +369,8 @@ def _metrics(
 
 
 def mismatch_sums(train_T: Tensor, behaviour_T: Tensor) -> dict[str, Tensor]:
-    """Token sums (0-dim, detached) of diff_abs, k1, k3, chi2; divide by the tokens. Additive."""
+    """Token sums (0-dim, detached), additive, of how far the engine's log-probs lie from the trainer's: with equal
+    weights 0 up to rounding. k1 and k3 estimate KL(behaviour || train), chi2 the variance of the importance weights."""
     x_T = (train_T - behaviour_T).detach()
     q_T = torch.exp(x_T.clamp(-MAX_EXPONENT, MAX_EXPONENT))
     return {

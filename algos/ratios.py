@@ -6,15 +6,6 @@ Three policies, never to be confused: *behaviour* produced the token (engine's l
     ratio    live / old          carries the gradient, is clipped by the loss
     q        train / behaviour   a constant weight on the loss: staleness and engine mismatch
 
-    tis      w = clamp(q, floor, cap)             Yao et al. 2025, truncated importance sampling
-    icepop   w = q inside [low, high], else 0     Ring-1T, arXiv 2510.18855
-    mis      at level token q_t, sequence prod q, geometric (prod q)^(1/n):
-             truncate min(w, high); clip clamp(w, low, high); mask: w, but tokens outside [low, high] leave the loss
-    reject   tokens (samples) whose weight lies outside [low, high] leave the loss
-    veto     samples with any token of q < threshold leave the loss
-             Liu et al. 2025, masked importance sampling
-    normalise  w / mean(w), at level token or sequence
-
 A weight of 0 keeps the token in KL and entropy terms; leaving the loss (`keep_T` False) removes it there too.
 Denominators of means never change by either. All results are detached unless said otherwise.
 
@@ -160,20 +151,21 @@ def unit_weights(like_T: Tensor) -> TokenWeights:
 
 
 def tis_weights(log_q_T: Tensor, cap: float, floor: float = 0.0) -> TokenWeights:
-    """Truncated importance sampling; `cap` and `floor` are ratios."""
+    """W = clamp(q, floor, cap): truncated importance sampling, Yao et al. 2025."""
     q_T = torch.exp(log_q_T)
     return TokenWeights(q_T.clamp(floor, cap), torch.ones_like(q_T, dtype=torch.bool), (q_T > cap) | (q_T < floor))
 
 
 def icepop_weights(log_q_T: Tensor, low: float, high: float) -> TokenWeights:
-    """Zero weight (so zero gradient) outside [low, high]; the token stays in the other terms."""
+    """W = q inside [low, high], else 0: Ring-1T, arXiv 2510.18855. The token stays in the other terms."""
     q_T = torch.exp(log_q_T)
     outside_T = outside(q_T, low, high)
     return TokenWeights(q_T.masked_fill(outside_T, 0), torch.ones_like(outside_T), outside_T)
 
 
 def mis_weights(log_q_T: Tensor, mode: Mode, low: float, high: float) -> TokenWeights:
-    """Masked importance sampling of weights that `log_weight` brought to their level."""
+    """Masked importance sampling, Liu et al. 2025, of weights that `log_weight` brought to their level. truncate:
+    min(w, high); clip: clamp(w, low, high); mask: w, but tokens outside [low, high] leave the loss."""
     w_T = torch.exp(log_q_T)
     whole_T = torch.ones_like(w_T, dtype=torch.bool)
     if mode == "truncate":

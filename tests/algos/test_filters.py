@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from myxa.algos.filters import GROUP_FILTERS, group_filter, zero_variance
 from myxa.core.config.learning import FILTER_BUILTINS
-from myxa.core.errors import ConfigError
 from myxa.core.ids import OVERLONG
 from myxa.core.samples import Group, Message, Prompt, Sample
 
@@ -45,9 +44,25 @@ def test_what_length_costs_is_no_spread():
         assert zero_variance(replace(group(rewards), reward_parts=tuple(costs))) == reason
 
 
+def test_a_group_of_equal_rewards_stays_for_what_else_is_learnt_from_it():
+    first, second = (equal := group([1.0, 1.0])).samples
+
+    def reason(**fields: object) -> str | None:
+        return zero_variance(replace(equal, samples=(replace(first, **fields), second)))
+
+    for part in ("sft", "distill"):
+        assert reason(loss=part) is None
+        assert reason(loss=part, loss_mask=np.array([0], np.uint8)) == "zero_variance"
+    turns = np.array([2, 3, 4], np.int32)
+    for early, late, expected in (((0.25, 0, 0.75), (0.75, 0, 0.25), None), ((0, 1, 0), (1, 0, 0), "zero_variance")):
+        samples = [
+            replace(one, response_ids=turns, token_rewards=np.array(rewards, np.float32))
+            for one, rewards in ((first, early), (second, late))
+        ]
+        assert zero_variance(replace(equal, samples=tuple(samples))) == expected
+
+
 def test_the_run_file_and_the_table_name_the_same_filters():
     assert set(GROUP_FILTERS) == set(FILTER_BUILTINS)
     assert group_filter("zero_variance") is zero_variance
     assert group_filter("none")(group([1.0, 1.0])) is None
-    with pytest.raises(ConfigError, match="zero_varience"):
-        group_filter("zero_varience")

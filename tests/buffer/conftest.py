@@ -21,7 +21,7 @@ from myxa.actors.buffer.knobs import BufferLimits
 from myxa.actors.contracts import BufferContract, DataContract
 from myxa.actors.coordinator.knob_decisions import Decisions
 from myxa.actors.monitor.monitor import Monitor
-from myxa.algos.filters import GROUP_FILTERS, SampleFilter, keep_all, learn_from_all
+from myxa.algos.filters import GROUP_FILTERS, SampleFilter, learn_from_all
 from myxa.algos.staleness import Admission
 from myxa.core.clock import Clock
 from myxa.core.knobs import KnobState, KnobValue
@@ -193,7 +193,7 @@ def make_buffer(
     max_staleness: int = 1,
     batch_size: int = 2,
     num_samples: int = 2,
-    group_filter: Callable[[Group], str | None] | str = keep_all,
+    group_filter: Callable[[Group], str | None] | str = GROUP_FILTERS["none"],
     of_samples: SampleFilter = learn_from_all,
     sampling: SamplingParams | None = None,
     limits: BufferLimits | None = None,
