@@ -325,9 +325,7 @@ class Buffer(OwnsKnobs, DataContract, BufferContract):
         """The next prompts are answered by the groups that are recorded of them; False: none may be drawn now."""
         if self.recorded is None:
             return False
-        request = DrawRequest(
-            rollout=RECORDED, epoch=0, version=ALWAYS_NEWEST, max_groups=RECALLED_GROUPS, wait_s=0
-        )  # fmt: skip
+        request = DrawRequest(rollout=RECORDED, epoch=0, version=ALWAYS_NEWEST, max_groups=RECALLED_GROUPS, wait_s=0)
         assignments, _ = self._draw_now(request)
         with self._at_work("recall"):
             groups = tuple(GroupFinished(group=self.recorded(work), attempt=work.attempt) for work in assignments)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
+import numpy as np
 
 from ...core.errors import DataError, MyxaError
 from .layout import MEDIA_COLUMNS, RowLayout
@@ -34,15 +35,8 @@ class ColumnarFile:
         self._format = "parquet" if kind == "parquet" else "Arrow"
         self._arrow = pyarrow(path, self._format)
         # pyarrow's own, and those of values that Python cannot have and of broken arrays
-        self._errors = (
-            self._arrow.ArrowException,
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            MemoryError,
-        )
+        builtin = (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError)
+        self._errors = (self._arrow.ArrowException, *builtin)
         with self._naming(f"is not a readable {self._format} file"):
             schema, self.num_rows = self._look()
         self._names: list[str] = list(schema.names)
@@ -51,6 +45,8 @@ class ColumnarFile:
         self._read_names = [name for name in dict.fromkeys(layout.columns) if name in self._names]
         self._unread = {name: None for name in self._names if name not in self._read_names}
         types = {name: str(schema.field(name).type) for name in self._read_names}
+        narrow = {name: kind for name, kind in types.items() if "float" in kind and "double" not in kind}
+        self._short = {name: np.float16 if "half" in kind else np.float32 for name, kind in narrow.items()}
         self._odd_names = [name for name, kind in types.items() if ODD.search(kind) and name not in MEDIA_COLUMNS]
         self._has_maps = any("map<" in kind for kind in types.values())
         # The one schema of all rows adds nulls to tools and tool calls.
@@ -133,7 +129,7 @@ class ColumnarFile:
         if self._is_unified:
             self._layout.check_unified(columns)
         for name in self._odd_names:
-            columns[name] = _to_json_types(name, columns[name])
+            columns[name] = _to_json_types(name, _shortest(columns[name], self._short.get(name)))
         # Columns that were not read are shown by name only, for the message about a missing one.
         return {**self._unread, **columns}
 
@@ -160,6 +156,17 @@ class ColumnarFile:
                 cause = " ".join(str(error).split())[:300]
                 raise RowError(f'column "{name}" cannot be read: {cause}', "store the value as text") from error
         return columns
+
+
+def _shortest(value: Any, kind: type[np.floating[Any]] | None) -> Any:
+    """With numbers as few digits say them in the file's type: 0.1, and not 0.10000000149011612."""
+    if kind is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _shortest(part, kind) for key, part in cast("Columns", value).items()}
+    if isinstance(value, list):
+        return [_shortest(part, kind) for part in cast("list[Any]", value)]
+    return float(str(kind(value))) if isinstance(value, float) else value
 
 
 def _to_json_types(name: str, value: object) -> object:

@@ -105,15 +105,12 @@ def files_of(path: str, key: str) -> tuple[str, ...]:
         if Path(path).is_dir():
             return _of_folder(path, key)
         if not Path(path).exists() and glob.has_magic(path):
-            return _of_pattern(path, key)
+            # as a shell reads it
+            names = sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())  # noqa: PTH207
+            if not names:
+                raise ConfigError(f"{key}: no file matches {path}", remedy=f"check {key}; {_neighbours(path)}")
+            return tuple(names)
     return (path,)
-
-
-def _of_pattern(pattern: str, key: str) -> tuple[str, ...]:
-    files = sorted(name for name in glob.glob(pattern, recursive=True) if not Path(name).is_dir())  # noqa: PTH207 -- as a shell reads it
-    if not files:
-        raise ConfigError(f"{key}: no file matches {pattern}", remedy=f"check {key}; {_neighbours(pattern)}")
-    return tuple(files)
 
 
 def _of_folder(path: str, key: str) -> tuple[str, ...]:

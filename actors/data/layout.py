@@ -190,6 +190,8 @@ class RowLayout:
         messages = parse_messages(prompt, self._prompt.key)
         self._check_unread(columns, messages)
         messages = self._take_demonstration(columns, messages, metadata)
+        if not any(message.content.strip() or message.tool_calls or message.extra for message in messages):
+            raise RowError(f'no message of "{self._prompt.key}" says anything', "fill one or leave the row out")
         texts = () if self._is_plain else (columns.get(name) for name in SYSTEM_COLUMNS if name != self._prompt.key)
         system = next((text for text in texts if isinstance(text, str) and text), self._system)
         if system and messages[0].role != "system":

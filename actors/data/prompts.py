@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ...core.config import RewardSettings, RunConfig
 from ...core.config.data import DataSettings, Source, parse_sources
-from ...core.errors import DataError, TemplateError
+from ...core.errors import DataError, TemplateError, raised_as
 from ...core.samples import Prompt
 from ..workflows.turn_renderer import TurnRenderer
 from .data_files import open_rows
@@ -161,14 +161,11 @@ class RowSet:
                 self.bad_rows = [*self.bad_rows, f"{place}: {bad.cause}"][:SHOWN_BAD_ROWS]
                 continue
             if limit is not None and excess:
-                text, remedy = (
-                    f"{place}: {excess}",
-                    'leave such rows out with data.overlong = "drop", or raise the limit',
-                )
                 if not limit.drops:
-                    raise DataError(text, remedy=remedy)
+                    remedy = 'leave such rows out with data.overlong = "drop", or raise the limit'
+                    raise DataError(f"{place}: {excess}", remedy=remedy)
                 self.num_overlong += 1
-                self.overlong_rows = [*self.overlong_rows, text][:SHOWN_BAD_ROWS]
+                self.overlong_rows = [*self.overlong_rows, f"{place}: {excess}"][:SHOWN_BAD_ROWS]
                 continue
             encoded = _encode_as_written(msgspec.structs.replace(prompt, row=number, source=source))
             self._sizes.append(len(encoded))
@@ -200,30 +197,21 @@ class _Spool:
         self._file = tempfile.TemporaryFile(prefix="myxa-rows-", buffering=SPOOL_BUFFER_BYTES)  # noqa: SIM115 -- closed with the rows
         weakref.finalize(self, self._file.close)
         self._end = 0
+        place, remedy = tempfile.gettempdir(), "make room there, or name another folder in the variable TMPDIR"
+        self._naming = raised_as(DataError, f"the rows of the data cannot be kept in {place}", OSError, remedy=remedy)
 
     def add(self, data: bytes) -> int:
         """Returns its place. Raises DataError if there is no room."""
         spot = self._end
-        try:
+        with self._naming:
             self._file.write(data)
-        except OSError as error:
-            raise _no_room(error) from error
         self._end += len(data)
         return spot
 
     def read(self, spot: int, size: int) -> bytes:
-        try:
+        with self._naming:
             self._file.flush()
-        except OSError as error:
-            raise _no_room(error) from error
         return os.pread(self._file.fileno(), size, spot)
-
-
-def _no_room(error: OSError) -> DataError:
-    return DataError(
-        f"the rows of the data cannot be kept in {tempfile.gettempdir()}: {error.strerror}",
-        remedy="make room there, or name another folder in the environment variable TMPDIR",
-    )
 
 
 KEPT_PASSES = 2

@@ -455,11 +455,8 @@ def read_facts(path: Path) -> LedgerFacts:
 
 def recorded(path: Path, name: Literal["payload_floor", "dataset"]) -> str:
     """Of an unused one: the oldest version that it can go back to, or the prompts' fingerprint. Raises LedgerError."""
-    try:
-        with contextlib.closing(LedgerReader(path)) as file:
-            return file.meta()[name]
-    except KeyError as error:
-        raise LedgerError(f"{path} is damaged: {error!r}") from error
+    with raised_as(LedgerError, f"{path} is damaged", KeyError), contextlib.closing(LedgerReader(path)) as file:
+        return file.meta()[name]
 
 
 def continue_ledger(earlier: Path, path: Path, run: str) -> bool:
@@ -485,9 +482,7 @@ def adopt_copy(earlier: Path, path: Path, run: str) -> None:
 
 def begin_life(path: Path, run: str) -> None:
     """The ledger is `run`'s now and forgets set knobs, which come with a checkpoint. Raises LedgerError."""
-    try:
-        with contextlib.closing(sqlite3.connect(path)) as db, db:
-            db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
-            db.execute("DELETE FROM meta WHERE key LIKE ?", (f"{LIVE}%",))
-    except sqlite3.Error as error:
-        raise LedgerError(f"{path} cannot be used as a ledger: {error}", remedy="is it another file?") from error
+    naming = raised_as(LedgerError, f"{path} cannot be used as a ledger", sqlite3.Error, remedy="is it another file?")
+    with naming, contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE meta SET value = ? WHERE key = 'run'", (run,))
+        db.execute("DELETE FROM meta WHERE key LIKE ?", (f"{LIVE}%",))

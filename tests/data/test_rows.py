@@ -253,6 +253,7 @@ REFUSED: list[tuple[Row, dict[str, Any], str]] = [
     ({"prompt": "?", "label": None}, OWN, '"label" is null'),
     *(({"prompt": "?", "label": value}, {"reward": {"fn": fn}}, f'"label" is a list {how}')
       for value, how in (([], "without answers"), (["4", None], "that holds null"), (["4", " "], "that holds an empty text")) for fn in ("exact", "numeric", "math")),
+    ({"prompt": of("user  "), "label": "4"}, {}, 'no message of "prompt" says anything'),
     *(({"prompt": "?", "label": value}, {"reward": {"fn": "exact"}}, '"label" is empty, and the reward compares') for value in ("", " ")),
     *((f'{{"prompt": "Name the {half} here", "label": "cat"}}', {}, "half a character")
       for half in (r"\ud83d", r"\ude00", r"\ud83d\ud83d")),
