@@ -129,11 +129,9 @@ class JudgeReward:
             await self._posts.close()
 
     def _question(self, completion: Completion) -> str:
-        text = (
-            after_thought(completion.text, begins_inside=completion.begins_in_thought) or ""
-            if self._strips
-            else completion.text
-        )
+        text = completion.text
+        if self._strips:
+            text = after_thought(text, begins_inside=completion.begins_in_thought) or ""
         mark = blake2b(text.encode(errors="replace"), digest_size=6).hexdigest()
         values = {
             "prompt": completion.prompt,

@@ -104,6 +104,8 @@ def _is_idle(node: ast.stmt) -> bool:
 def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """LiveCodeBench's list of tests, each with its input and output."""
     kind, metadata = entries[0].get("testtype"), entries[0].get("metadata")
+    if isinstance(metadata, str):
+        metadata = msgspec.json.decode(metadata or "{}")
     function = entries[0].get("fn_name") or (
         cast("dict[str, Any]", metadata).get("func_name") if isinstance(metadata, dict) else ""
     )
@@ -163,7 +165,7 @@ def unit_tests_reward(
         if last_message and last_message[0].role == "assistant" and len(completion.turns) < 2:
             text = completion.prompt + text  # the row began the turn, perhaps with a fence
         read = after_thought(text, begins_inside=completion.begins_in_thought) if strip_thinking else text
-        if not read or not (code := fenced_code(read)).strip():
+        if not read or not (code := fenced_code(read, is_called=bool(tests.get("fn", True)))).strip():
             return 0.0
         token = secrets.token_hex()
         task = {**tests, "token": token, "code": code}

@@ -7,6 +7,7 @@ bound and checked once, before the first completion.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ import msgspec
 
 from ...core.completions import Completion
 from ..arguments import bind
-from .extraction import JudgedText, accepted_labels, after_thought, answer_of_label, labels_of_numbers, read_answer
+from .extraction import accepted_labels, after_thought, answer_of_label, labels_of_numbers, read_answer
 from .mathematics import SECONDS, math_equal, prepare
-from .numbers import Quantity, last_quantity, parse_quantity
+from .numbers import last_quantity, parse_quantity
 from .words import choice, f1
 
 DEFAULT_FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
@@ -32,7 +33,7 @@ def exact(completion: Completion, *, ignore_case: bool = False) -> float:
     """Whether the answer, or the whole text, is the label, after runs of white space are made one space."""
 
     def plain(text: str) -> str:
-        joined = " ".join(text.split())
+        joined = " ".join(unicodedata.normalize("NFC", text).split())
         return joined.casefold() if ignore_case else joined
 
     answers = {plain(read_answer(completion.text).text), plain(completion.text)}
@@ -47,18 +48,16 @@ def numeric(completion: Completion, *, tolerance: float | None = None, absolute:
     expected = [quantity for quantity in quantities if quantity is not None]
     if not expected:
         raise ValueError(f"the label {completion.label[:80]!r} is not a number")
-    answer = _quantity_of(read_answer(completion.text))
+    text = read_answer(completion.text)
+    answer = parse_quantity(text.text)
+    if answer is None and not text.is_marked:
+        answer = last_quantity(text.text)
     if answer is None:
         return 0.0
     limits = [TOLERANCE if quantity.value.denominator > 1 else Fraction(0) for quantity in expected]
     limits = limits if tolerance is None else [Fraction(tolerance)] * len(expected)
     pairs = zip(expected, limits, strict=True)
     return float(any(answer.equals(quantity, relative=limit, absolute=Fraction(absolute)) for quantity, limit in pairs))
-
-
-def _quantity_of(answer: JudgedText) -> Quantity | None:
-    quantity = parse_quantity(answer.text)
-    return last_quantity(answer.text) if quantity is None and not answer.is_marked else quantity
 
 
 def regex(completion: Completion, *, pattern: str) -> float:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import unicodedata
 from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 
-TOKENS = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+TOKENS = re.compile(r"((?<!\\)\\++(?:boxed|fbox|framebox)\s*\{)|\\boxed\s+([^\s{}$]+)\s*\$|\\.|[{}]", re.DOTALL)
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?:<\w{1,20}>)?(?P<ticks>`{3,}|~{3,})(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
 PYTHON = re.compile(r"\W*(?:(?P<name>py)|$)", re.IGNORECASE)
 """What a fence says of a block that may be Python; others are commands, outputs and the like."""
+DEFINES = re.compile(r"^\s*(?:async )?(?:def|class) ", re.MULTILINE)
 CLOSES = re.compile(r"\s*(?:</\w{1,20}>\s*)?")
 MAX_MORE_INDENT = 3
 """A closing fence may be indented so much more than its opening one; in a docstring it is more."""
@@ -60,6 +62,7 @@ MAX_CLAUSE_CHARS = 2000
 CLAUSE_END = re.compile(
     r"[.;!?](?=[*_\s]|$)|[。；！？]"
     r"|\s\((?=[A-Za-z]{2})|,\s(?:not|i\.e\.|that is|namely|but not|and not)(?=[\s,])"
+    r"|,\s(?:in|for|on|at|with|giving|making|altogether|after|before|assuming|rounded)(?=[\s,.])"
     r"|,?\s(?:because|since|as|so|which|where|when|hence|thus|therefore|if|by|using|given|due)\b"
 )
 LEADING = re.compile(
@@ -96,7 +99,7 @@ def after_thought(text: str, *, begins_inside: bool = False) -> str | None:
 def accepted_labels(label: str) -> tuple[str, ...]:
     """The answers that a row accepts: those of a list with texts in it, which data writes as JSON, or of verl's
     `{"target": [...]}`; else the label itself."""
-    listed = label
+    listed = label = unicodedata.normalize("NFC", label)
     if label.startswith('{"target":'):
         try:
             listed = bytes(msgspec.json.decode(label, type=dict[str, msgspec.Raw])["target"]).decode()
@@ -128,6 +131,8 @@ def boxed(text: str) -> str | None:
     for match in TOKENS.finditer(text):
         if match[1]:
             opened.append(match.end())
+        elif match[2]:
+            content = match[2]
         elif match[0] == "{":
             opened.append(-1)
         elif match[0] == "}" and opened:
@@ -156,9 +161,9 @@ def in_tag(text: str) -> str | None:
     return content.strip() if content is not None else None
 
 
-def fenced_code(text: str) -> str:
+def fenced_code(text: str, *, is_called: bool = False) -> str:
     """What the last fenced block of Python holds, or the last of any kind, up to the end where it is not closed;
-    without one, the whole text."""
+    without one, the whole text. `is_called`: of several the last that defines something, for others show its use."""
     blocks: list[tuple[str, str]] = []
     opening: re.Match[str] | None = None
     for fence in FENCE.finditer(text):
@@ -176,7 +181,8 @@ def fenced_code(text: str) -> str:
     codes = [(PYTHON.match(kind), textwrap.dedent(code)) for kind, code in blocks]
     is_named = any(kind and kind["name"] for kind, _ in codes)
     python = [code for kind, code in codes if kind and (kind["name"] or not is_named or _does(code))]
-    return (python or [code for _, code in codes] or [text])[-1]
+    found = python or [code for _, code in codes] or [text]
+    return next(filter(DEFINES.search, reversed(found if is_called else ())), found[-1])
 
 
 def _does(code: str) -> bool:
@@ -192,6 +198,7 @@ def _does(code: str) -> bool:
 
 def read_answer(text: str) -> JudgedText:
     """See the module's head."""
+    text = unicodedata.normalize("NFC", text)  # as models write: an accent is one sign with its letter
     answer = _find_marked(text)
     return JudgedText(text.strip(), is_marked=False) if answer is None else JudgedText(answer, is_marked=True)
 
@@ -203,11 +210,11 @@ def answer_of_label(label: str) -> str:
 
 
 def _find_marked(text: str) -> str | None:
-    if (box := boxed(text)) is not None:
+    if box := boxed(text):
         return box
     marker = _last_marker(text)
     if marker is None:
-        return in_tag(text)
+        return in_tag(text) or box
     later = in_tag(text[marker.start() :]) if not marker["hash"] else None
     return later if later is not None else _text_after(text, marker)
 

@@ -6,6 +6,7 @@ and no units. `prepare` bounds the memory of its process; one long operation in 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import resource
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 from ...core.completions import Completion
 from .extraction import TAG, JudgedText, accepted_labels, answer_of_label, read_answer
-from .numbers import NONE, SIGNS, Unit, are_same, last_quantity, parse_quantity, parse_unit, with_powers
+from .numbers import NONE, SIGNS, Unit, are_same, last_quantity, parse_quantity, parse_unit, recurring, with_powers
 
 SECONDS = 5
 MAX_MEMORY_BYTES = 2 << 30
@@ -27,19 +28,50 @@ TAIL_CHARS = 4000
 """Of unmarked text, so much of the end is looked at."""
 MAX_ANSWER_CHARS = 2000
 """What is marked as the answer and is longer is none."""
+MAX_SYMBOL_CHARS = 3
+"""More letters are a word, whatever their case."""
 PRECISION = 1e-9
 """Relative, of what two numbers may differ by that are equal."""
 _DECIMAL = re.compile(r"(?<![\d.,A-Za-z])(\d*\.\d+)(?![\d.])(\s*\^)?")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])")
-_RECURRING = re.compile(r"(?<![\d.,])(\d*)\.(\d*)\\overline\s*\{(\d{1,40})\}")
+_RECURRING = re.compile(r"(?<![\d.,])(\d*\.\d*)\\overline\s*\{(\d{1,40})\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\u00a0|\u2009|\u202f)(?=\d{3}(?!\d))")
 _SIGNS = str.maketrans({
     **SIGNS, **dict.fromkeys("\u00a0\u2009\u202f", " "),
     "∞": "\\infty ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ",
 })  # fmt: skip
-_ROOT = re.compile(r"([√∛])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOT = re.compile(r"([√∛]|\\sqrt(?=\s*\())\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_PLAIN = {
+    "oo": r"\infty", "log": r"\ln", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
+    **{word: f"\\{word}" for word in (
+        "pi", "exp", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos",
+        "arctan", "alpha", "beta", "gamma", "theta", "lambda", "phi", "omega",
+    )},
+}  # fmt: skip
+"""Words of programs and of their output, where log is the natural one."""
+_PLAIN_WORD = re.compile(rf"(?<![A-Za-z\\])(?<!text\{{)(?<!rm\{{)(?:{'|'.join(_PLAIN)})(?![A-Za-z_])|\*\*(?=\S)")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{(?:cases|aligned|align\*?|gathered|split)\}|&")
+_CONDITION = re.compile(
+    r"(?:[\s,;]|\\[ ,;:]|\\q?quad)*"
+    r"(\\pmod.*|\((?:\\bmod|mod|\\text\s*\{\s*mod\s*\})\s[^()]*\)|\\text\s*\{\s*(?:for|where)\b[^{}]*\}.*"
+    r"|\bfor (?:all|any|every)\b.*"
+    r"|(?<![\w\\])\(?\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?\s*\)?"
+    r"|(?<=\d)_\s*\{?\s*\d{1,2}\s*\}?)$",
+    re.DOTALL,
+)
+"""Behind an answer: for which numbers it is one, or the base of its digits."""
+_SIGN = re.compile(r"\\[bp](?=mod)|[^A-Za-z0-9]")
+_OPTION = re.compile(
+    r"(?:\\(?:text|mathrm|mathbf|textbf|textrm)\s*\{)?\s*\(\s*([A-E])\s*\)(?:\s|\}|\\[ ,;:]|\\q?quad|~|:|$)+(.*)",
+    re.DOTALL,
+)
+"""An answer of AMC: `\\textbf{(C)}\\ 4`."""
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mbox)\s*\{([^{}]*)\}|\{([:,])\}|\\[,;:! ]|[\s~$]+")
 """What is left out, but for what is in braces, where two answers are compared as words."""
+_NOON = re.compile(r"(?<=\d)([ap])\.?m$", re.IGNORECASE)
+_DATE = re.compile(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/])\d\d?\2\d{4}")
 _TEXT = re.compile(r"(?<!\\)\$|\\boxed")
 """In a label: the answer is somewhere in it."""
 _UNIT = re.compile(
@@ -110,6 +142,7 @@ def _parse(text: str, seconds: int, *, is_whole: bool) -> list[Any]:
 def _is_equal(label: Any, answer: Any, seconds: int) -> bool:
     from math_verify import verify  # pyright: ignore[reportMissingTypeStubs]
 
+    label, answer = _in_common_symbols(label), _in_common_symbols(answer)
     if getattr(label, "is_number", False) and getattr(answer, "is_number", False):  # it rounds them, tiny ones to 0
         difference, size = abs(label - answer).evalf(), abs(label).evalf()
         if difference.is_comparable and difference > PRECISION * size:
@@ -119,6 +152,23 @@ def _is_equal(label: Any, answer: Any, seconds: int) -> bool:
         verify(label, side, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=seconds)
         for side in (answer, *sides)
     )
+
+
+def _in_common_symbols(expression: Any) -> Any:
+    """It takes one letter for several, by what it assumes of them; conditions on one number are the set where all hold,
+    or where any does."""
+    sympy: Any = importlib.import_module("sympy")
+    parts = expression.args if getattr(expression, "is_FiniteSet", False) else ()
+    if parts and all(hasattr(part, "as_set") and not _is_equation(part) for part in parts):
+        try:
+            sets = [part.as_set() for part in parts]
+        except (NotImplementedError, ValueError, TypeError, AttributeError):  # of several numbers
+            return expression
+        together = sympy.Intersection(*sets)
+        return sympy.Union(*sets) if together.is_empty else together
+    letters: Any = () if parts else getattr(expression, "free_symbols", ())
+    instead = {sign: sympy.I if sign.name == "i" else sympy.Symbol(sign.name, real=True) for sign in letters}
+    return expression.xreplace(instead) if any(a != b for a, b in instead.items()) else expression
 
 
 def _sides(expression: Any) -> list[Any]:
@@ -133,18 +183,24 @@ def _is_equation(expression: Any) -> bool:
 
 def _judge_without_library(label: str, answer: JudgedText) -> bool | _Pair:
     """The judgement, where it takes no algebra; else what is to be compared."""
+    label, condition = _split(_CONDITION, label)
+    text, answer_condition = _split(_CONDITION, answer.text) if answer.is_marked else (answer.text, "")
+    if condition and answer_condition and _SIGN.sub("", condition) != _SIGN.sub("", answer_condition):
+        return False
+    (wanted, label), (letter, text) = _option(label), _option(text) if answer.is_marked else ("", text)
+    if wanted and letter and (wanted != letter or not (label and text)):
+        return wanted == letter
+    label, answer = label or wanted, replace(answer, text=text or letter)
     if label and _as_words(answer.text) == _as_words(label):
         return True
+    if any(map(_DATE.fullmatch, (label, answer.text))):  # else a difference, or a quotient
+        return False
     expected_number = parse_quantity(label, may_have_name=False)
     if expected_number is not None and (number := parse_quantity(answer.text)) is not None:
         return number.equals(expected_number)
     if not answer.is_marked:
         last_number = last_quantity(answer.text[-TAIL_CHARS:])
-        if (
-            expected_number is not None
-            and last_number is not None
-            and not are_same(last_number.unit, expected_number.unit)
-        ):
+        if expected_number and last_number and not are_same(last_number.unit, expected_number.unit):
             return False
         tail = _in_latex(answer.text[-TAIL_CHARS:])
         tail = TAG.sub(" ", tail.replace("\\boxed{", ""))  # what does not close
@@ -155,19 +211,40 @@ def _judge_without_library(label: str, answer: JudgedText) -> bool | _Pair:
     return _Pair(expected, text, is_whole=True) if are_same(unit, answer_unit) else False
 
 
+def _split(pattern: re.Pattern[str], text: str) -> tuple[str, str]:
+    """What stands before the pattern, which is not all of it, and what it found."""
+    match = pattern.search(text) if len(text) <= MAX_ANSWER_CHARS else None
+    return (text[: match.start()], match[1]) if match is not None and match.start() else (text, "")
+
+
+def _option(text: str) -> tuple[str, str]:
+    """Its letter, if it has one, and the rest."""
+    match = _OPTION.fullmatch(text.strip())
+    letter = text.strip() if text.strip() in tuple("ABCDE") else ""
+    return (match[1], match[2].strip()) if match is not None else (letter, "" if letter else text)
+
+
 def _as_words(text: str) -> str:
-    return _WORDS.sub(r"\1\2", _WORDS.sub(r"\1\2", text)).removesuffix(".")
+    words = _WORDS.sub(r"\1\2", _WORDS.sub(r"\1\2", text)).removesuffix(".")
+    words = _NOON.sub(lambda half: half[1].lower() + "m", words)
+    return words.casefold() if len(words) > MAX_SYMBOL_CHARS and words.isalpha() else words
 
 
 def _in_latex(text: str) -> str:
     """With LaTeX's words for signs that math-verify does not know."""
     plain = with_powers(text.replace("\\varnothing", "\\emptyset")).translate(_SIGNS)
+    plain = re.sub(r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}", plain)
     return _ROOT.sub(lambda root: f"\\sqrt{'[3]' * (root[1] == '∛')}{{{root[2] or root[3] or root[4]}}}", plain)
 
 
 def _for_library(text: str) -> tuple[str, Unit]:
-    plain = _unwrap(_in_latex(text))
-    unit = NONE
+    plain, unit = _unwrap(_in_latex(text)), NONE
+    if _ENVIRONMENT.match(plain):
+        plain = _ENVIRONMENT.sub("", plain).strip().removesuffix("\\\\").replace("\\\\", ",")
+    plain = _PLAIN_WORD.sub(lambda word: _PLAIN.get(word[0], "^") + " " * word[0].isalpha(), plain)
+    plain = plain.replace("\\langle", "(").replace("\\rangle", ")")
+    if _TRIGONOMETRIC.search(plain):
+        plain = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", plain)
     for pattern in (_UNIT, _UNIT_WORD):
         if (match := pattern.search(plain)) is not None and match.start() > 0:
             parsed = parse_unit(match[1])
@@ -181,7 +258,7 @@ def _for_library(text: str) -> tuple[str, Unit]:
 
 def _unwrap(text: str) -> str:
     plain = text.strip().rstrip(",;").removesuffix(".").strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+    for opening, closing in (("**", "**"), ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         inner = plain[len(opening) : -len(closing)]
         if plain.startswith(opening) and plain.endswith(closing) and opening not in inner:
             plain = inner.strip()
@@ -189,12 +266,7 @@ def _unwrap(text: str) -> str:
 
 
 def _as_fraction(match: re.Match[str]) -> str:
-    if match.re is _RECURRING:
-        integer, places, again = match.groups()
-        value = Fraction(int(integer + places or "0"), 10 ** len(places))
-        value += Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))
-        power = ""
-    else:
-        value, power = Fraction(match[1]), match[2] or ""
+    is_again = match.re is _RECURRING
+    value, power = (recurring(match[1], match[2]), "") if is_again else (Fraction(match[1]), match[2] or "")
     fraction = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
     return f"({fraction}){power}" if power else fraction

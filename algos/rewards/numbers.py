@@ -181,9 +181,12 @@ IN_TEXT = re.compile(
 )
 WRAPPERS = (
     ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("(", ")"), ("{", "}"), ("`", "`"),
-    ('"', '"'), ("\\boxed{", "}"), ("\\text{", "}"), ("\\textbf{", "}"), ("\\mathbf{", "}"), ("\\mathrm{", "}"),
-    ("\\boldsymbol{", "}"),
+    ('"', '"'),
 )  # fmt: skip
+DRESS = re.compile(
+    r"\\(?:f?boxed|fbox|underline|boldsymbol|text(?:bf|it|rm|up)?|math(?:bf|it|rm|sf)|(?:text)?color\s?\{\w{1,20}\})(?=\{)"
+)
+"""Commands that say how something looks, and not what it is."""
 CURRENCIES = "$€£¥₹₩₽"
 CURRENCY = re.compile(
     rf"(?:\\text\s?\{{\s?)?(?:(?:US|A|C|HK|NZ)(?=\\?\$))?\\?([{CURRENCIES}]|(?:USD|EUR|GBP|INR|JPY|CNY|RMB|KRW|RUB|Rs)\b)"
@@ -196,18 +199,19 @@ SPACES = (
     (re.compile(rf"(?<=\d)(?:\\[,;:! ]|\{{\s?,\s?\}}|\\thinspace|['’\u00a0\u2009\u202f\u2007]){GROUP}"), ","),
     (
         re.compile(
-            r"(?<=\d)_(?=\d)|\\!|[\u200b-\u200f\u202a-\u202e\u2060\ufeff]"
+            r"(?<=\d)_(?=\d{3}(?!\d))|\\!|[\u200b-\u200f\u202a-\u202e\u2060\ufeff]"
             r"|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle"
         ),
         "",
     ),
     (re.compile(r"\\[,;: ]|\\q?quad|[\u00a0\u2000-\u200a\u202f\u205f\u3000\s]+|~"), " "),
     (re.compile(r"(?<=\d),,(?=\d)"), ","),
-    (re.compile(r"\\[dtc]frac"), r"\\frac"),
-    (re.compile(r"\\frac\s?(\d)\s?(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s?(\d)\s?\{"), r"\\frac{\1}{"),
-    (re.compile(r"\\frac\{([^{}]{1,400})\}\s?(\d)"), r"\\frac{\1}{\2}"),
-    (re.compile(r"\\frac\s?\{([^{}]{1,400})\}\s?\{"), r"\\frac{\1}{"),
+    (re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$(?!\d)|(?:\\\\)+\s*$"), r"\1"),
+    (re.compile(r"(?<=\d)\s?(?:\^\s?\{?\s?)?(?:\\text\s?\{\s?)?(?:st|nd|rd|th)(?![a-z])[\s}]{0,4}"), ""),
+    (
+        re.compile(r"\\[dtc]?frac\s?(?:(\d)|\{([^{}]{1,400})\})\s?(?:(\d)|\{([^{}]{1,400})\})"),
+        r"\\frac{\1\2}{\3\4}",
+    ),
 )
 FULL_WIDTH = {chr(0xFF01 + i): chr(0x21 + i) for i in range(94) if i != 12}  # but for the comma
 SIGNS = {
@@ -263,7 +267,10 @@ def parse_quantity(text: str, *, may_have_name: bool = True) -> Quantity | None:
     """The one number that the whole text is, with a unit behind it and `x =` in front if they are there; or None."""
     if len(text) > MAX_CHARS:
         return None
-    plain = _unwrap(_normalise(text))
+    plain = with_powers(text).translate(TRANSLATED)
+    for pattern, instead in SPACES:
+        plain = pattern.sub(instead, plain)
+    plain = _unwrap(plain.strip())
     if may_have_name:  # it is one answer, so these are no two numbers
         plain = DECIMAL_COMMA.sub(".", SPACED.sub(lambda match: match[0].replace(" ", ""), plain))
     while may_have_name and (name := NAME.match(plain)) is not None:
@@ -325,17 +332,12 @@ def with_powers(text: str) -> str:
     return _SUPERSCRIPT.sub(lambda raised: "^{" + "".join(_ABOVE[sign] for sign in raised[0]) + "}", text)
 
 
-def _normalise(text: str) -> str:
-    plain = with_powers(text).translate(TRANSLATED)
-    for pattern, instead in SPACES:
-        plain = pattern.sub(instead, plain)
-    return plain.strip()
-
-
 def _unwrap(text: str) -> str:
     before = None
     while before != text:
         before = text
+        if (dress := DRESS.match(text)) is not None and text.endswith("}") and _is_whole(text[dress.end() + 1 : -1]):
+            text = text[dress.end() :]
         for opening, closing in WRAPPERS:
             inner = text[len(opening) : -len(closing)]
             if inner and text.startswith(opening) and text.endswith(closing) and _is_whole(inner):
@@ -363,7 +365,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
         if groups.get("whole") is not None:
             value = int(groups["whole"]) + value if value is not None and 0 < value < 1 else None
     elif groups.get("head") is not None:
-        value = _recurring(groups["head"], groups["again1"] or groups["again2"] or groups["again3"] or "0")
+        value = recurring(groups["head"], groups["again1"] or groups["again2"] or groups["again3"] or "0")
     elif any(groups.get(f"p{i}") is not None for i in (1, 2, 3)):
         value = _power(groups)
     else:
@@ -382,7 +384,8 @@ def _power(groups: dict[str, str | None]) -> Fraction | None:
     return factor * base**exponent
 
 
-def _recurring(head: str, again: str) -> Fraction:
+def recurring(head: str, again: str) -> Fraction:
+    """The decimal number `head` with `again` behind it for ever."""
     integer, _, places = head.partition(".")
     begin = Fraction(int(integer or "0")) + Fraction(int(places or "0"), 10 ** len(places))
     return begin + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(places))

@@ -28,12 +28,12 @@ CHOICE = re.compile(
 _ALONE = r"(?![\w'’-])"
 _APART = r"(?![A-Za-z0-9_'’])"
 """A letter of another script may follow."""
-_IS = r"(?i:\s{1,4}(?:is|was|must be|should be|would be|has to be|will be|to pick is))"
+_IS = r"(?i:\s{1,4}(?:is|was|must be|should be|would be|has to be|will be|to pick is|(?:seems|appears)(?: to be)?))"
 # In running text, where a small letter may be a word, and "I" too: "the answer is (B)", "Answer: **B**", "B is right".
 _STATES = r"(?:is|does|has|cannot|says|states|describes|refers|suggests|implies|mentions|involves)\b"
 _ANSWER_IS = (
     rf"\b(?!(?i:option|choice)\s{{1,2}}{_BARE}[A-Z][)\]*]{{0,4}}\s{_STATES})"  # what `_IS_CORRECT` finds aside
-    r"(?i:answer|option|choice|pick|selection|solution)"
+    r"(?i:answer|option|choice|pick|selection|solution|letter)"
     r"(?i:\s{1,4}(?:here|therefore|then|letter|choice|option|to this question))?"
     rf"(?:{_IS})?(?:\s{{0,4}}[:=：]|\s{{1,4}}[-–—]{{1,3}}(?=\s))?{_BARE}{_MACRO}{_BARE}"
     rf"(?:(?i:option|choice|letter)\s{{1,2}}{_BARE})?"
@@ -51,21 +51,13 @@ _IT_IS = (
     rf"(?i:\s(?:option|choice|letter))?:?\s{_BARE}([A-Z])"
     rf"(?={_END}{{0,8}}(?:$|\n|[.,;:!?]|\s(?:because|since|as|so|which|for|here)\b))"
 )
+# What the markers of answers leave over.
 _IN_OTHER_LANGUAGES = (
-    (
-        r"(?:答案|选项|選項|故选|故選|应选|應選|应该选|選擇|选择|选|選|答え|正解|解答|答)"
-        rf"\s?(?:应该是|應該是|应为|應為|是|为|為|は|が)?\s?[:：]?{_BARE}([A-Za-z]){_APART}"
-    ),
-    rf"(?:정답|답)\s?(?:은|는|이)?\s?[:：]?{_BARE}([A-Z]){_APART}",
-    (
-        r"\b(?i:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord|lösung)"
-        r"(?i:\s(?:correct[ae]|richtige|finale?|final|exacte))?"
-        r"(?:\s(?i:ist|lautet|est|es|é|è|is)(?i:\s(?:la|die|a|de|option|opción|opção)){0,2})?"
-        rf"\s?:?\s?{_BARE}([A-Z]){_ALONE}"
-    ),
-    rf"(?i:ответ)\s?[:—–-]?\s?{_BARE}([A-Z]){_ALONE}",
+    rf"(?:[选選][项項择擇]?|答え|正解|정답)\s?(?:应为|是|为|為|は|が|은|는|이)?\s?[:：]?{_BARE}([A-Za-z]){_APART}"
+    r"|\b(?i:antwort|r[ée]ponse|respuesta|resposta|risposta|antwoord|lösung)(?i:\s(?:correc?t[ae]|richtige|finale?|exacte"
+    rf"|ist|lautet|est|es|é|è|is|la|die|a|de|option|opción|opção)){{0,5}}\s?:?\s?{_BARE}([A-Z]){_ALONE}"
 )
-SAID = re.compile("|".join((_ANSWER_IS, _IS_CORRECT, _IT_IS, *_IN_OTHER_LANGUAGES)))
+SAID = re.compile("|".join((_ANSWER_IS, _IS_CORRECT, _IT_IS, _IN_OTHER_LANGUAGES)))
 # Two letters are none: "A or B".
 HEDGED = re.compile(
     rf"{_END}{{0,4}}\s?(?:,|/|&|or|and|oder|ou|或|和|、)\s?{_BARE}[A-Z](?={_END}{{0,8}}(?:$|\n|[.,;:!?]|(?:or|and)\b))"

@@ -62,6 +62,8 @@ NUMBERS = [
     (r"2\sqrt{3}", "3", False), ("x^2", "2", False), ("10+3", "10", False), ("10+3", "3", False), ("5!", "5", False), ("3x", "3", False), ("2π", "2", False),
     (r"2\pi", "2", False), ("42 to 43", "43", False), ("between 41 and 42", "42", False), (r"\pm 42", "42", False), ("42i", "42", False), ("> 42", "42", False),
     (r"41 \text{ or } 42", "42", False), (r"\approx 43", "42", False), ("42-", "42", False), ("", "42", False), ("42?", "42", False), ("3t", "3", False),
+    ("$5$ apples", "5", True), ("$5 to $6", "5", False), ("3rd", "3", True), (r"5^{\text{th}}", "5", True), (r"5\text{th}", "5", True), ("5 thousand", "5000", True),
+    (r"\underline{5}", "5", True), (r"\textcolor{blue}{5}", "5", True), (r"\color{red}{-5}", "-5", True), (r"\fbox{5}", "5", True), ("5\\\\", "5", True), ("1_000", "1000", True), ("2516_8", "25168", False),
 ]  # fmt: skip
 
 
@@ -113,6 +115,19 @@ ALGEBRA = [
     (r"5:00 \text{ PM}", "5:00 PM", True), (r"5{:}00\text{ p.m.}", r"5:00\text{ p.m.}", True), ("5:00 PM", "5:00 AM", False), (r"\text{January 5}", "January 5", True), (r"\text{January 5}", "January 6", False),
     (r"\frac{1}{2006!}", r"\frac{1}{2004!}", False), (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}", False), (r"2^{-99}", r"\frac{1}{2^{99}}", True),
     (r"\frac{1}{3 \cdot 2^{2006}}", r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", False), (r"\infty", r"-\infty", False), ("10+3", "13", True), (r"1-\frac{1}{2}", "0.5", True), ("x", "y", False),
+    *((a, b, is_right) for one, other, is_right in (
+        (r"\frac{3\pi}{2}", "3pi/2", True), (r"\ln 2", "log(2)", True), ("e^{16}-1", "-1 + exp(16)", True), (r"\cos(2x)", "cos(2*x)", True), (r"\frac{x^2}{2}", "x**2/2", True),
+        (r"\infty", "oo", True), (r"\theta/2", "theta/2", True), ("pi", "ip", False), (r"\frac{\sqrt3}{2}", "sqrt(3)/2", True), (r"4\sqrt(2)", r"4\sqrt{2}", True), (r"4\sqrt(2)", "4", False),
+        (r"\sin 30^\circ", r"\frac12", True), (r"2\cos 20°", r"2\cos\frac{\pi}{9}", True), (r"\sin 30", r"\frac12", False),
+        (r"2\sqrt{2}i", r"2i\sqrt{2}", True), ("(1+i)^2", "2i", True), (r"e^{i\pi}", "-1", True), ("3+4i", "3-4i", False),
+        (r"x<2 \text{ or } x>3", r"(-\infty,2)\cup(3,\infty)", True), ("1<x<2 or 3<x<4", r"(1,2)\cup(3,4)", True), ("x>2, x<5", "(2,5)", True), ("x<2 or x>3", "(2,3)", False),
+        (r"\frac{\pi}{4} + k\pi, k \in \mathbb{Z}", r"x = \frac{\pi}{4} + k\pi", True), (r"k\pi, k \in \mathbb{Z}", r"k\pi, k \in \mathbb{N}", False), (r"x \equiv 3 \pmod 7", "3", True),
+        ("3 (mod 7)", r"3 \pmod{7}", True), ("3 (mod 7)", "3 (mod 5)", False), (r"f(x)=x \text{ for all } x", "f(x)=x", True), (r"10 \bmod 7", "10", False),
+        (r"\textbf{(D)}\ 5", "5", True), (r"\textbf{(D)}\ 5", "D", True), (r"\text{(D) }5", r"\mathrm{(D)}\ 5", True), (r"\textbf{(D)}\ 5", "6", False), (r"\textbf{(D)}\ 5", "C", False), (r"\textbf{(C)}\ 5", r"\textbf{(D)}\ 5", False),
+        ("2516", "2516_8", True), ("2516_7", "2516_{8}", False), ("2516_8", "25168", False), (r"\mathbb R", r"\mathbb{R}", True), ("True", "true", True), ("Tuesday", "Wednesday", False),
+        ("12:30 PM", r"12\!:\!30\text{ p.m.}", True), ("2023-05-06", "2012", False), ("2023-05-06", "2023-05-06", True), ("10/12/2023", "5/6/2023", False), (r"\begin{cases} x=1\\ y=2\end{cases}", "x=1,y=2", True),
+        (r"\langle 1,2\rangle", "(1,2)", True), ("1728", r"1331 \text{ and } 1728", False),
+    ) for a, b in ((one, other), (other, one))),
 ]  # fmt: skip
 
 
@@ -141,6 +156,8 @@ TEXTS = [
     ("first 1, then 2, so 42", "42", True), ("42 and then 43", "42", False), ("so $x=42$", "42", True), (r"so \(x = 42\).", "42", True), ("none", "42", False), ("42", "42", True),
     ("1 1/2", "3/2", True), (r"\boxed{41} no, \boxed{42}", "42", True), (r"\boxed{42} no, \boxed{41}", "42", False), (r"\boxed {42}", "42", True), (r"\fbox{42}", "42", True),
     (r"$\boxed{\boxed{42}}$", "42", True), (r"\boxed{42}, as it is to be in \boxed{}.", "42", True), (r"It is 42: \boxed{}", "42", False), (r"\boxed{41} and the answer is 42", "42", False), (r"\boxed{42", "42", True),
+    (r"Put it in \boxed{}. The answer is 42", "42", True), (r"The answer is $\boxed 42$.", "42", True), (r'{"answer": "\\boxed{42}"}', "42", True), (r"\framebox{42} or 43", "42", True),
+    ("The answer is 42, in total, so she wins.", "42", True), ("The answer is 41, 42", "42", False),
     (r"<think>maybe \boxed{42}</think> The answer is 41.", "42", False), (r"<think>maybe \boxed{42}</think> The answer is 41.", "41", True),
     (r"maybe \boxed{42}</think> The answer is 41.", "41", True), (r"maybe \boxed{42}</think> The answer is 41.", "42", False),
     ("<think>it is 42", "42", False), (r"<think>so \boxed{42}", "42", False), ("<think>a</think> 41 <think>42", "42", False), ("<think></think>42", "42", True),
@@ -190,7 +207,7 @@ CHOICES = [
     (r"The answer is \(\text{B}\)", "B"), ("Answer: A\nno, Answer: **C**", "C"), ("Final answer:\n\nB", "B"),
     ("A) x\nB) y\nThe correct option is B because A is not", "B"), ("A) x\nB) y\n\nB.\n", "B"),
     ("Option B is correct. Option A is wrong.", "B"), ("The correct answer is C. Option (D) describes another one.", "C"), ("I take option B because A is wrong.", "B"),
-    ("I think it is (D)", "D"), ("<think>the answer is A</think> the answer is B", "B"),
+    ("I think it is (D)", "D"), ("The answer seems to be A.", "A"), ("The letter is C", "C"), ("<think>the answer is A</think> the answer is B", "B"),
     (r"the answer is A, no, \boxed{B}", "B"),
 ]  # fmt: skip
 
@@ -301,3 +318,9 @@ async def test_b_f8_nothing_takes_longer_than_its_seconds() -> None:
             assert time.monotonic() - begun < 15.0, "a worker that was killed is replaced"
         assert (await made.score(answer(r"\boxed{1+x}", "x+1"))).value == 1.0
         assert made.num_errors == 0
+
+
+def test_an_accent_is_one_sign_with_its_letter_or_two() -> None:
+    for text, label in (("café", "cafe\u0301"), ("cafe\u0301", "café"), ("Answer: cafe\u0301", '["thé", "café"]')):
+        assert score("exact", text, label) == score("f1", text, label) == score("math", text, label) == 1.0
+    assert score("exact", "cafe", "café") == 0.0
