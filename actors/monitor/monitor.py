@@ -17,7 +17,7 @@ import msgspec
 from ...core.activity import ActivityMeter, TelemetryBuffer
 from ...core.actor import MANY_PEERS
 from ...core.clock import Clock, SystemClock
-from ...core.messages import Event, MetricPoint, Telemetry
+from ...core.messages import MetricPoint, Telemetry
 from ...core.sink import Sink
 from ...core.timeouts import TIMEOUTS
 from ..contracts import MonitorContract
@@ -74,9 +74,7 @@ class Monitor(MonitorContract):
         since_s, now_s = self.written_until_wall_s, self.clock.wall()
         if since_s:
             text = f"nothing was written for {now_s - since_s:.1f} s: there was no monitor"
-            data = {"since_s": since_s, "until_s": now_s}
-            event = Event(source=_NAME, wall_s=now_s, kind="telemetry-gap", text=text, data=data)
-            self._sinks.put(Telemetry(events=(event,)))
+            self._sinks.emit("telemetry-gap", text, since_s=since_s, until_s=now_s)
 
     async def on_stop(self, why: str) -> None:
         self._tell_own()
@@ -153,8 +151,7 @@ class Monitor(MonitorContract):
         self._drops_told = dropped
         parts = ", ".join(f"{num} {kind}" for kind, num in news.most_common(8))
         text = f"{news.total()} telemetry records were lost, there were more than monitor or sinks could take: {parts}"
-        event = Event(source="monitor", wall_s=self.clock.wall(), kind="telemetry-dropped", text=text, data=dict(news))
-        self._sinks.put(Telemetry(events=(event,)))
+        self._sinks.emit("telemetry-dropped", text, **news)
 
 
 def _is_time(point: MetricPoint) -> bool:

@@ -169,7 +169,7 @@ class Sinks:
     ) -> None:
         self._clock = clock
         self._open_s = open_s
-        context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self._emit, settings=settings or {})
+        context = SinkContext(run_dir=run_dir, run_name=run_name, clock=clock, emit=self.emit, settings=settings or {})
         self._threads = [SinkThread(sink, context, flush_s=flush_s, max_bundles=max_bundles) for sink in sinks]
 
     @property
@@ -190,8 +190,7 @@ class Sinks:
             raise errors[0]
         for future in late:
             future.add_done_callback(_seen)
-            text = f"sink {opening[future]} needs more than {self._open_s:g} s to open; the run goes ahead"
-            self._emit("sink-slow", text)
+            self.emit("sink-slow", f"sink {opening[future]} is not open after {self._open_s:g} s; the run continues")
 
     def put(self, bundle: Telemetry) -> None:
         for thread in self._threads:
@@ -206,8 +205,9 @@ class Sinks:
         for thread in self._threads:
             thread.join()
 
-    def _emit(self, kind: str, text: str) -> None:
-        self.put(Telemetry(events=(Event(source="monitor", wall_s=self._clock.wall(), kind=kind, text=text),)))
+    def emit(self, kind: str, text: str, **data: float) -> None:
+        event = Event(source="monitor", wall_s=self._clock.wall(), kind=kind, text=text, data=data)
+        self.put(Telemetry(events=(event,)))
 
 
 async def _late(futures: Collection[asyncio.Future[None]], patience_s: float) -> set[asyncio.Future[None]]:

@@ -74,13 +74,13 @@ def _compare(options: argparse.Namespace) -> int:
 def _compare_page(names: list[str], metrics: list[ComparedMetric]) -> RenderableType:
     from rich.console import Console
 
-    from ..views.numbers import clean, short
+    from ..views.numbers import clean, short, sparkline
 
     console = Console()
     width = max(6, min(24, (console.width - 36) // len(names) - 12))
     rows: list[tuple[str, ...]] = []
     for metric in metrics:
-        lines = metric.lines(width)
+        lines = (sparkline([*curve.values()], width) for curve in metric.curves)
         cells = (f"{short(last):>8}  {line}" for last, line in zip(metric.last, lines, strict=True))
         rows.append((clean(metric.metric), *cells))
     return table(("metric", *(clean(name) for name in names)), rows)

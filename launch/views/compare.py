@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.errors import ConfigError
 from ..run_dir import RunDir, is_run_folder
-from .numbers import sparkline, training_reward
+from .numbers import training_reward
 from .run_files import RunFiles, load_run
 from .run_view import outcome
 
@@ -70,9 +70,7 @@ class ComparedMetric:
     metric: str
     last: tuple[float | None, ...]
     curves: tuple[dict[int, float], ...]
-
-    def lines(self, width: int) -> tuple[str, ...]:
-        return tuple(sparkline([c[step] for step in sorted(c)], width) for c in self.curves)
+    """Step -> value, by step."""
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:

@@ -87,8 +87,8 @@ def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
 def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
     """Groups by lag, over all steps, up to the largest bound that the run had."""
     prefix = "lag_hist/"
-    counts = {int(name.removeprefix(prefix)): run.total(name) for name in run.names(prefix)
-              if re.fullmatch(r"\d{1,2}", name.removeprefix(prefix))}  # fmt: skip
+    counts = {int(name.removeprefix(prefix)): sum(point.total for point in series.points) for name in run.names(prefix)
+              if re.fullmatch(r"\d{1,2}", name.removeprefix(prefix)) and (series := run.main(name))}  # fmt: skip
     bounds = [int(bound) for _, bound in _bound(run)]
     bound = max(bounds, default=view.buffer.max_staleness if view.buffer is not None else max(counts, default=-1))
     last = max([min(bound, _MAX_LAG), *counts], default=-1)
@@ -142,15 +142,9 @@ def series_table(run: RunFiles, start_s: float) -> dict[str, Any]:
     for metric in run.names():
         sources = {name: series for name, series in run.series[metric].items() if series.points}
         main = run.main(metric)
-        if main is None:
-            continue
-        shown = (
-            sources
-            if main.is_gauge and len(sources) <= _MAX_ACTORS
-            else {next(name for name, series in sources.items() if series is main): main}
-        )
-        for source in sorted(shown, key=name_order):
-            series = shown[source]
+        shows_all = main is not None and main.is_gauge and len(sources) <= _MAX_ACTORS
+        for source in sorted((n for n in sources if shows_all or sources[n] is main), key=name_order):
+            series = sources[source]
             axis = (tuple(series.steps()), tuple(round(wall - start_s, 1) for wall in series.walls()))
             row = [metric, source, axes.setdefault(axis, len(axes)), [_tidy(p.mean) for p in series.points]]
             if any(point.count > 1 for point in series.points):

@@ -402,13 +402,7 @@ class RunFiles:
     def steps(self, metric: str) -> dict[int, float]:
         """Step -> value, by step; in a long run means of several steps."""
         series = self.main(metric)
-        return (
-            {} if series is None else dict(zip(map(int, series.steps()), (p.mean for p in series.points), strict=True))
-        )
-
-    def total(self, metric: str) -> float:
-        series = self.main(metric)
-        return sum(point.total for point in series.points) if series else 0.0
+        return {int(step): p.mean for step, p in zip(series.steps(), series.points, strict=True)} if series else {}
 
     def last(self, metric: str) -> float | None:
         """The newest value by the clock; of what is summed over actors the sum of their newest values."""

@@ -61,6 +61,7 @@ def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> N
     sets = ("data.max_passes=6", 'eval.data="pairs.jsonl"', "eval.every=4")
     done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nloss: 0.693 -> " in done.stdout and "\nheld-out reward: " in done.stdout
     (run_dir,) = (tmp_path / "runs").glob("dpo-*")
     rows = [row["values"] for row in metrics(run_dir) if "train/loss" in row["values"]]
     assert len(rows) == 12
