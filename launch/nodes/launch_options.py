@@ -1,4 +1,4 @@
-"""How a node's part of a run is launched, how it ended, and how a node introduces itself. Plain records."""
+"""How a node's part of a run is launched, what it needs before, and how the node introduces itself."""
 
 from __future__ import annotations
 
