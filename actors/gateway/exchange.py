@@ -84,7 +84,7 @@ WITHOUT_EFFECT = frozenset((
     "return_token_ids", "safety_identifier", "service_tier", "speed", "store", "stream_options", "thinking",
     "truncation", "user", "verbosity",
 ))  # fmt: skip
-"""Fields of requests that change nothing of what is drawn and told. Token ids are told in any case."""
+"""Fields of requests that change no answer. Each answer has its token ids."""
 
 
 def read_body(body: bytes, kind: type[T], left_out: Collection[str] = ()) -> T:
