@@ -134,11 +134,10 @@ class ColumnarFile:
         return {**self._unread, **columns}
 
     def _is_valid(self, batch: Any) -> bool:
-        try:
+        with contextlib.suppress(*self._errors):
             batch.validate(full=True)
-        except self._errors:
-            return False
-        return True
+            return True
+        return False
 
     def _to_python(self, rows: Any) -> list[Columns]:
         """Rows with maps take much longer."""

@@ -28,6 +28,7 @@ from ...algos.arguments import bind
 from ...algos.rewards.extraction import after_thought, fenced_code
 from ...core.completions import Completion
 from ...core.config.run import SandboxName
+from ...core.config.section import as_table
 from ...core.errors import ConfigError
 from ..user_code.sandbox import Job, Limits, sandbox, scratch_folder
 
@@ -104,11 +105,8 @@ def _is_idle(node: ast.stmt) -> bool:
 def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """LiveCodeBench's list of tests, each with its input and output."""
     kind, metadata = entries[0].get("testtype"), entries[0].get("metadata")
-    if isinstance(metadata, str):
-        metadata = msgspec.json.decode(metadata or "{}")
-    function = entries[0].get("fn_name") or (
-        cast("dict[str, Any]", metadata).get("func_name") if isinstance(metadata, dict) else ""
-    )
+    table = as_table(msgspec.json.decode(metadata or "{}") if isinstance(metadata, str) else metadata) or {}
+    function = entries[0].get("fn_name") or table.get("func_name")
     if any(not {"input", "output"} <= entry.keys() for entry in entries) or (kind == "functional" and not function):
         raise ValueError("the label's tests lack input, output, or fn_name where testtype is functional")
     return {"fn_name": function, **{f"{name}s": [entry[name] for entry in entries] for name in ("input", "output")}}

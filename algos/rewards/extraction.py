@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 TOKENS = re.compile(r"((?<!\\)\\++(?:boxed|fbox|framebox)\s*\{)|\\boxed\s+([^\s{}$]+)\s*\$|\\.|[{}]", re.DOTALL)
+PARTED = re.compile(r"[\s$]*(?:[,;]|(?:[,;]\s*)?(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b))[\s$]*")
 MARKER = "####"
 """What GSM8K writes in front of the final answer."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?:<\w{1,20}>)?(?P<ticks>`{3,}|~{3,})(?P<kind>[^\n`]*)(?:\n|$)", re.MULTILINE)
@@ -125,28 +126,34 @@ def _texts_of(listed: str, *, may_be_numbers: bool = False) -> tuple[str, ...]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the `\boxed{...}` that closes last and holds something, braces balanced; None without any box."""
-    content: str | None = None
-    opened: list[int] = []  # where the contents of each open brace begin; -1 for a brace that is not a box's
+    r"""Content of the `\boxed{...}` that closes last and holds something, braces balanced; of several that only commas
+    or "and" part, of all; None without any box."""
+    opened: list[tuple[int, int]] = []  # begin and contents of each open brace; -1 for a brace that is not a box's
+    boxes: list[tuple[int, int, int, int]] = []  # begin and end, of it and of its content
     for match in TOKENS.finditer(text):
         if match[1]:
-            opened.append(match.end())
+            opened.append((match.start(), match.end()))
         elif match[2]:
-            content = match[2]
+            boxes.append((*match.span(), *match.span(2)))
         elif match[0] == "{":
-            opened.append(-1)
-        elif match[0] == "}" and opened:
-            start = opened.pop()
-            if start >= 0:
-                content = text[start : match.start()].strip() or content or ""
-    return content
+            opened.append((match.start(), -1))
+        elif match[0] == "}" and opened and (box := opened.pop())[1] >= 0:
+            boxes.append((box[0], match.end(), box[1], match.start()))
+    contents: list[str] = []
+    begin = len(text)
+    for start, end, first, last in reversed(boxes):
+        if contents and not (end <= begin and PARTED.fullmatch(text, end, begin)):
+            break
+        if content := text[first:last].strip():
+            contents.append(content)
+            begin = start
+    return ", ".join(dict.fromkeys(reversed(contents))) if contents else "" if boxes else None
 
 
 def after_marker(text: str) -> str | None:
     """What follows the last marker: after `####` the rest of the line, after words the rest of the clause; None without
     a marker. Where that is empty, the next line that is not, or the displayed formula."""
-    marker = _last_marker(text)
-    return _text_after(text, marker) if marker is not None else None
+    return _text_after(text, marker) if (marker := _last_marker(text)) is not None else None
 
 
 def in_tag(text: str) -> str | None:

@@ -393,9 +393,7 @@ def recurring(head: str, again: str) -> Fraction:
 
 def _quotient(head: str, tail: str) -> Fraction | None:
     above, below = _decimal(head.strip()), _decimal(tail.strip())
-    if above is None or below is None or below == 0:
-        return None
-    return above / below
+    return above / below if above is not None and below else None
 
 
 def _decimal(text: str) -> Fraction | None:

@@ -157,6 +157,7 @@ TEXTS = [
     ("1 1/2", "3/2", True), (r"\boxed{41} no, \boxed{42}", "42", True), (r"\boxed{42} no, \boxed{41}", "42", False), (r"\boxed {42}", "42", True), (r"\fbox{42}", "42", True),
     (r"$\boxed{\boxed{42}}$", "42", True), (r"\boxed{42}, as it is to be in \boxed{}.", "42", True), (r"It is 42: \boxed{}", "42", False), (r"\boxed{41} and the answer is 42", "42", False), (r"\boxed{42", "42", True),
     (r"Put it in \boxed{}. The answer is 42", "42", True), (r"The answer is $\boxed 42$.", "42", True), (r'{"answer": "\\boxed{42}"}', "42", True), (r"\framebox{42} or 43", "42", True),
+    (r"\boxed{41} and \boxed{42}", "42", False), (r"$\boxed{42}$, $\boxed{42}$", "42", True), (r"\boxed{41}. So \boxed{42}", "42", True),
     ("The answer is 42, in total, so she wins.", "42", True), ("The answer is 41, 42", "42", False),
     (r"<think>maybe \boxed{42}</think> The answer is 41.", "42", False), (r"<think>maybe \boxed{42}</think> The answer is 41.", "41", True),
     (r"maybe \boxed{42}</think> The answer is 41.", "41", True), (r"maybe \boxed{42}</think> The answer is 41.", "42", False),
@@ -170,6 +171,14 @@ TEXTS = [
 def test_b_f5_whole_texts() -> None:
     for text, label, is_right in TEXTS:
         assert (score("numeric", text, label), score("math", text, label)) == (is_right, is_right), (text, label)
+
+
+def test_answers_may_be_boxed_one_by_one() -> None:
+    for text, label, is_right in (
+        (r"$\boxed{2}$, $\boxed{3}$", "3,2", True), (r"\boxed{2} and \boxed{3}", "3", False), (r"\boxed{2}, and $\boxed{-2}$", r"\pm 2", True),
+        (r"\boxed{2}\text{ or }\boxed{\frac{1}{2}}", r"\{0.5, 2\}", True), (r"\boxed{2}, \boxed{}", "2", True), (r"\boxed{1}, then $\boxed{2}$", "2", True),
+    ):  # fmt: skip
+        assert score("math", f"So {text}.", label) == is_right, text
 
 
 def test_a_label_may_be_a_whole_solution_that_marks_its_answer() -> None:
