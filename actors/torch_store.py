@@ -72,17 +72,13 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _is_number(address: str) -> bool:
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(address))
+    return False
 
 
 def _is_own(family: socket.AddressFamily, address: str) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
+    with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+        probe.bind((address, 0))
         return True
+    return False

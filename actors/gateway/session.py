@@ -682,16 +682,12 @@ def _canonical(message: Message) -> object:
     return (
         message.role,
         message.content.strip(),
-        [(function.get("name"), _plain_numbers(function.get("arguments"))) for function in calls],
+        [(function.get("name"), _decoder.decode(msgspec.json.encode(function.get("arguments")))) for function in calls],
     )
 
 
-def _plain_numbers(arguments: object) -> object:
-    """As any language writes them: JavaScript has no 1.0."""
-    return _decoder.decode(msgspec.json.encode(arguments))
-
-
 def _number(text: str) -> float:
+    """As any language writes it: JavaScript has no 1.0."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 

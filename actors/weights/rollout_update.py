@@ -188,7 +188,9 @@ class Adoption:
         behind = [
             (e.lineage if e.version >= 0 else _UNKNOWN_LINEAGE - 1, e.version, name)
             for name, e in self._engines.items()
-            if e.state in ("joined", "serving") and self._is_behind(e) and not self._waits(e)
+            if e.state in ("joined", "serving")
+            and self._is_behind(e)
+            and not (e.is_put_off and (e.target_lineage, e.target) == (self.lineage, self.newest))
         ]
         if not behind:
             return None
@@ -261,9 +263,6 @@ class Adoption:
     def _is_behind(self, engine: _Engine) -> bool:
         """Or ahead: a number that the trainer does not have is one of weights that were undone."""
         return engine.lineage != self.lineage or engine.version != self.newest
-
-    def _waits(self, engine: _Engine) -> bool:
-        return engine.is_put_off and (engine.target_lineage, engine.target) == (self.lineage, self.newest)
 
 
 Phase = Literal["prepare", "commit"]

@@ -166,7 +166,7 @@ def explain(
 ) -> Reason:
     """`target`: an actor or a role that comes before the run. Raises ConfigError for one not measured."""
     reason = msgspec.structs.replace(judge(shares, facts), window_s=window_s)
-    names = [name for name in shares if not target or _is_meant(name, target)]
+    names = [name for name in shares if not target or target in (name, _role(name), f"{_role(name)}/*", "all")]
     actors = {name: without_start(shares[name]) for name in sorted(names, key=name_order)}
     if target:
         if not actors:
@@ -177,10 +177,6 @@ def explain(
                for name, kinds in actors.items()}  # fmt: skip
     waiting = slowest([rollout for rollout in under_way if rollout.actor in actors])[: None if target else 1]
     return msgspec.structs.replace(reason, shares=by_kind, rollouts=rollout_time(actors), under_way=waiting)
-
-
-def _is_meant(name: str, target: str) -> bool:
-    return target in (name, _role(name), f"{_role(name)}/*", "all")
 
 
 def explain_run(run: RunFiles, target: str = "") -> Reason:
