@@ -38,10 +38,9 @@ def built(
     timeout_s: float,
     remedy: str,
 ) -> Path:
-    """Path of the library made of `source`; compiles unless this was done with equal source, options and `facts`. These
-    say what lies in the folders that `arguments` name: environments with the same torch share what one of them built.
-    `cache_dir` None: `.cache/myxa/native` in the user's home. Raises MemoryFault naming the compilers that were
-    looked for, with what the compiler said, or when another process keeps the lock for twice `timeout_s`."""
+    """Path of the library made of `source`; compiles unless this was done with equal source, options and `facts`, which
+    say what lies in the folders of `arguments`. `cache_dir` None: `~/.cache/myxa/native`. Raises MemoryFault naming
+    the compilers looked for, with what the compiler said, or when a process keeps the lock for twice `timeout_s`."""
     compiler = find_compiler(compilers)
     if not compiler:
         looked = ", ".join(compilers)

@@ -526,8 +526,7 @@ def _rename(table: Table, rename: Rename, above: KeyPath = ()) -> None:
     """Change what the texts of a file's table say that name something."""
     for key, value in table.items():
         path = (*above, key)
-        below = as_table(value)
-        if below is not None:
+        if (below := as_table(value)) is not None:
             _rename(below, rename, path)
         _, field, keys_below = find(RunConfig, path)
         for mark in field.metadata if field is not None and not keys_below else ():
@@ -588,10 +587,9 @@ def key_lines(text: str, table: Table) -> dict[KeyPath, int]:
         if not is_header and key is None:
             continue
         try:
-            name = str(key[1]) if key else ""
-            path = (
-                (name,) if PLAIN_KEY.fullmatch(name) else _single_path(tomllib.loads(f"{name} = 0" if name else line))
-            )
+            name: str = key[1] if key else ""
+            is_plain = PLAIN_KEY.fullmatch(name)
+            path = (name,) if is_plain else _single_path(tomllib.loads(f"{name} = 0" if name else line))
         except tomllib.TOMLDecodeError:  # inside of an array or a text of several lines
             continue
         path = path if is_header else (*prefix, *path)

@@ -394,12 +394,10 @@ def walk(section: type[Section], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath
     for key, field in keys_of(section).items():
         path = (*prefix, key)
         yield path, field
-        below = section_of(field)
-        if below is not None:
+        if (below := section_of(field)) is not None:
             yield from walk(below, path)
-        named_section = named_section_of(field)
-        if named_section is not None:
-            yield from walk(named_section, (*path, ANY_NAME))
+        if (below := named_section_of(field)) is not None:
+            yield from walk(below, (*path, ANY_NAME))
 
 
 def find(section: type[Section], path: Sequence[str]) -> tuple[type[Section], FieldInfo | None, KeyPath]:

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 README, TUTORIAL, GSM8K = ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "gsm8k.md"
 MARKS = ("# needs a GPU", "# needs the network")
 ELSEWHERE = {
-    "make demo": ".ci/run and tests/integration/test_up.py",
+    "make demo": ".ci/run and tests/release/test_package.py",
     "make test": ".ci/run",
     "git clone ... && cd myxa": ".ci/run, which begins in a fresh clone",
     ". .venv/bin/activate": "every test: they run in it",

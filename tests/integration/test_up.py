@@ -1,14 +1,12 @@
-"""A terminal that is closed, and a demo that is stopped: by the commands a user types."""
+"""A terminal that is closed, and sampling that the trainer follows: by the commands a user types."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
-from tests.harness.commands import Command
 from tests.harness.own_segments import own_segments
 from tests.harness.run_job import Job, audit, is_alive, metrics
 from tests.harness.waiting import wait_until
@@ -56,15 +54,6 @@ def _steps(job: Job) -> int:
         return sum("reward/mean" in p["values"] for p in metrics(job.run_dir()))
     except (OSError, ValueError):
         return 0
-
-
-def test_a_demo_that_is_stopped_in_its_first_stage_does_not_begin_the_second(tmp_path: Path):
-    folder = tmp_path / "demo"
-    with Command(["demo", "--dir", str(folder), "--quiet"], tmp_path) as demo:
-        wait_until(lambda: list(folder.glob("sft-*/metrics.jsonl")), "the first steps")
-        demo.send_signal(signal.SIGTERM)
-        assert demo.wait(60) == 0
-    assert not list(folder.glob("grpo-*"))
 
 
 def test_tokens_that_sampling_cut_off_are_cut_off_in_the_trainers_softmax_too(job: Job):
