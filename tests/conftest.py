@@ -27,12 +27,7 @@ from hypothesis import HealthCheck, settings
 from tests.harness.commands import KEPT, close_servers, left_processes
 from tests.harness.own_segments import own_segments
 from tests.harness.pending_tasks import pending_tasks
-from tests.harness.workers import (  # noqa: F401  # its hooks
-    pytest_addoption,
-    pytest_collection,
-    pytest_collection_finish,
-    pytest_runtestloop,
-)
+from tests.harness.workers import pytest_addoption, pytest_collection, pytest_runtestloop  # noqa: F401  # its hooks
 
 MARK = "MYXA_TEST_SESSION"
 PATIENCE_S = 10.0
@@ -124,6 +119,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     gc.collect()
     gc.freeze()  # what is here stays: each collection by a test would look through thousands of modules' objects again
+    gc.enable()  # pytest_collection does without
     before = leaks()
     yield
     deadline = time.monotonic() + PATIENCE_S

@@ -220,18 +220,12 @@ def pytest_collection(session: pytest.Session) -> None:
                 importlib.import_module(name)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of a test looks through thousands of modules' objects."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     num_workers = session.config.getoption("workers")
     if not num_workers or session.testsfailed or session.config.option.collectonly:
         return None
+    gc.collect()
+    gc.freeze()  # a collection by a worker would write to every page that it shares
     Crew(session, num_workers).run()
     return True
