@@ -144,7 +144,10 @@ def _is_equal(label: Any, answer: Any, seconds: int) -> bool:
 
     label, answer = _in_common_symbols(label), _in_common_symbols(answer)
     if getattr(label, "is_number", False) and getattr(answer, "is_number", False):  # it rounds them, tiny ones to 0
-        difference, size = abs(label - answer).evalf(), abs(label).evalf()
+        try:
+            difference, size = abs(label - answer).evalf(), abs(label).evalf()
+        except Exception:  # noqa: BLE001 -- of 1/0 and the like
+            return False
         if difference.is_comparable and size.is_comparable and difference > PRECISION * size:
             return False
     sides = [] if _sides(label) else [side for side in _sides(answer) if not side.free_symbols]
