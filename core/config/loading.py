@@ -446,8 +446,7 @@ def _single_path(parsed: Table) -> KeyPath:
     path: list[str] = []
     level: object = parsed
     while True:
-        array = as_array(level)
-        if array:
+        if array := as_array(level):
             level = array[0]
             continue
         table = as_table(level)
