@@ -370,8 +370,9 @@ def _meant(path: KeyPath, *, is_table: bool) -> str:
     return suggest(key, keys)
 
 
+PROMETHEUS_PORT = ("monitor", "prometheus_port")
 GONE: dict[KeyPath, str] = {
-    ("monitor", "prometheus_port"): "the Prometheus page is `/metrics` at control.dashboard_port -- set that one",
+    PROMETHEUS_PORT: "the Prometheus page is `/metrics` at control.dashboard_port -- set that one",
     ("async", "window"): "each place of the window took a slot from generation -- for younger tokens lower "
     "async.max_staleness",
 }
@@ -381,9 +382,8 @@ GONE: dict[KeyPath, str] = {
 def _from_earlier(table: Table) -> None:
     """A resolved file of an earlier version may say keys that are gone. The port for the Prometheus page (-1: none, 0:
     any free one) becomes the dashboard's."""
-    said = {path: as_table(table.get(path[0])) or {} for path in GONE}
-    port, _ = (section.pop(path[1], 0) for path, section in said.items())
-    control = as_table(table.get("control"))
+    said = {path: (as_table(table.get(path[0])) or {}).pop(path[1], 0) for path in GONE}
+    port, control = said[PROMETHEUS_PORT], as_table(table.get("control"))
     if control is not None and isinstance(port, int) and port > 0 and control.get("dashboard_port") == -1:
         control["dashboard_port"] = port
 
