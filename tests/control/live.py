@@ -83,12 +83,12 @@ def live_run(
 def is_spoken_to(live: Live) -> bool:
     """Whether its control sockets are there, which is long before its first step."""
     assert live.launcher.poll() is None, live.launcher.communicate()[0]
-    return any((live.job.folder / "runs").glob("*/control.json"))
+    return live.job.has("control.json")
 
 
 def made_steps(live: Live, steps: int) -> bool:
     assert live.launcher.poll() is None, live.launcher.communicate()[0]
-    if not (live.job.folder / "runs").is_dir() or not (live.run_dir / "metrics.jsonl").exists():
+    if not live.job.has("metrics.jsonl") or not (live.run_dir / "metrics.jsonl").exists():
         return False
     lines = (live.run_dir / "metrics.jsonl").read_text().splitlines()
     return any('"train/loss"' in line and json.loads(line)["step"] >= steps for line in lines if line.endswith("}"))

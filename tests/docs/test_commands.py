@@ -89,7 +89,7 @@ def running(words: list[str], place: Path, steps: int) -> Iterator[Live]:
     """The command's run, once it has made so many steps, until Ctrl-C."""
     live = Live(Job(place), Command(words, place))
     try:
-        wait_until(lambda: any((place / "runs").glob("*/control.json")) and made_steps(live, steps), f"{steps} steps")
+        wait_until(lambda: live.job.has("control.json") and made_steps(live, steps), f"{steps} steps")
         yield live
     finally:
         live.launcher.send_signal(signal.SIGINT)

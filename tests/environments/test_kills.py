@@ -24,7 +24,7 @@ GAMES = Path(__file__).with_name("games.py")
 
 
 def step(job: Job) -> int:
-    if not any((job.folder / "runs").glob("*/metrics.jsonl")):
+    if not job.has("metrics.jsonl"):
         return 0
     return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
 

@@ -87,6 +87,10 @@ class Job:
         """Rewards of this job's runs take so long, whatever they are."""
         (self.folder / PATIENCE).write_text(str(seconds))
 
+    def has(self, name: str) -> bool:
+        """Whether a run of this job holds such a file; a run that begins has none for a moment."""
+        return any((self.folder / "runs").glob(f"*/{name}"))
+
     def run_dir(self) -> Path:
         """Directory of the newest run."""
         runs = [p for p in (self.folder / "runs").iterdir() if p.is_dir() and not p.is_symlink()]
@@ -122,14 +126,18 @@ def audit(run_dir: Path) -> Audit:
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """All metric points."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return _whole_lines(run_dir / "metrics.jsonl")
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """All events of a kind."""
     path = run_dir / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [e for e in map(json.loads, lines) if e["kind"] == kind]
+    return [event for event in (_whole_lines(path) if path.exists() else []) if event["kind"] == kind]
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Of a file that a run may be writing: its last line may be half there."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def worker_pids(launcher_pid: int, name: str) -> list[int]:

@@ -61,7 +61,7 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
     words = job.words(*LAUNCHES, *GROUPS, served, "run.num_steps=400", "roles.rollout.count=2", *job.paced(2.0))
     run = Command(words, job.folder, env=stand_in_environment())
     try:
-        wait_until(lambda: (job.folder / "runs").exists() and any(job.run_dir().iterdir()), "a run directory")
+        wait_until(lambda: job.has("config.toml"), "a run directory")
         run_dir = job.run_dir()
         wait_until(lambda: len(events(run_dir, "engine-joined")) == 2 and steps_done(run_dir) > 2, "engines at work")
         victims: dict[str, psutil.Process] = {}

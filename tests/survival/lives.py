@@ -73,7 +73,7 @@ class Lives:
 
     def _has_begun(self) -> bool:
         assert self.launcher.poll() is None, self.launcher.communicate()[0]
-        return any((self.job.folder / "runs").glob("small-*/config.toml"))
+        return self.job.has("config.toml")
 
     def resume(self, *arguments: str) -> None:
         self._launcher = self._command("resume", str(self.run_dir), "--quiet", *arguments)

@@ -26,7 +26,7 @@ def test_a_server_comes_and_the_first_one_goes(tmp_path: Path):
     (first, first_process), (second, second_process) = start_server(job), start_server(job)
     wait_until(lambda: listens(first) and listens(second), "the servers")
     with first_process, second_process, job.start(*flags, f'engine.attach=["{first}"]') as run:
-        wait_until(lambda: any((job.folder / "runs").glob("*/control.json")), "the control socket")
+        wait_until(lambda: job.has("control.json"), "the control socket")
         run_dir = job.run_dir()
         client = ControlClient.of(run_dir)
         wait_until(lambda: (run_dir / "ledger.sqlite").exists() and bool(events(run_dir, "engine-joined")), "an engine")

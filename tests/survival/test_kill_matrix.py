@@ -41,7 +41,7 @@ class Cells:
 def turn_a_knob(job: Job, after: int = 0) -> None:
     """As an operator, once so many faults have come about: again while the coordinator is away and says so, until it
     dies of it."""
-    wait_until(lambda: any((job.folder / "runs").glob("*/ledger.sqlite")), "a run")
+    wait_until(lambda: job.has("ledger.sqlite"), "a run")
     wait_until(lambda: len(struck(marks(job))) >= after and has_stepped(job.run_dir()), "steps", timeout_s=200)
     for _ in range(NUM_TRIES):
         run_command("set", "lr=0.0005", "-m", "drill", folder=job.folder, timeout_s=120)

@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sub_agents" / "sub_agents.py
 
 
 def step(job: Job) -> int:
-    if not any((job.folder / "runs").glob("*/metrics.jsonl")):
+    if not job.has("metrics.jsonl"):
         return 0
     return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
 

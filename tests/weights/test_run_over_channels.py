@@ -51,7 +51,7 @@ async def test_a_gang_sends_what_the_server_then_computes_with(tmp_path: Path, m
 
 
 def _adopted(job: Job, rollout: str) -> list[int]:
-    if not (job.folder / "runs").exists():
+    if not job.has("events.jsonl"):
         return []
     found = [e for e in events(job.run_dir(), "weights-adopted") if e["source"] == rollout]
     return [e["data"]["version"] for e in found]
