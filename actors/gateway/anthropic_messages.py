@@ -161,6 +161,7 @@ class AnthropicMessage(Exchange):
                 temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
                 stop=body.stop_sequences,
             ),
+            client_names={"max_new_tokens": "max_tokens", "stop": "stop_sequences"},
             fingerprint=key,
         )  # fmt: skip
         self.model, self.is_stream = body.model, bool(body.stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -91,8 +90,6 @@ def read_body(body: bytes, kind: type[T], left_out: Collection[str] = ()) -> T:
     """A JSON body as a struct; without nulls and, of the fields that it does not know, those `left_out`. Raises
     RequestFault, which names the field."""
     try:
-        with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.json.decode(body, type=kind)
         table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         left_out = set(left_out) - set(getattr(kind, "__struct_fields__", ()))
         said = {name: value for name, value in table.items() if name not in left_out and bytes(value) != b"null"}

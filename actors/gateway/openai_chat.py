@@ -196,13 +196,14 @@ class ChatCompletion(_Completion):
         refuse(body.top_logprobs, "top_logprobs", "must be 0: engines tell those of drawn tokens")
         functions = [tool.function for tool in body.tools or ()]
         messages = [read_message(message, f"messages[{number}]") for number, message in enumerate(body.messages)]
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.request = TurnRequest(
             messages=checked_messages(messages),
             tools=tuple(function_tool(tool.name, tool.description, tool.parameters) for tool in functions),
             may_call=may_call(body.tool_choice),
             max_calls=1 if body.parallel_tool_calls is False else None,
-            sampling=body.sampling(limit),
+            sampling=body.sampling(getattr(body, limit_name)),
+            client_names={"max_new_tokens": limit_name},
             fingerprint=key,
         )
         self._take(body)
@@ -278,7 +279,10 @@ class TextCompletion(_Completion):
         refuse(others, "echo", "is not supported, nor are suffix and best_of: leave them out")
         refuse((body.logprobs or 0) > 1, "logprobs", "must be 0 or 1: engines tell those of drawn tokens")
         limit = 16 if body.max_tokens is None else body.max_tokens
-        self.request = TurnRequest(text=text, sampling=body.sampling(limit), may_call=False, fingerprint=key)
+        names = {"max_new_tokens": "max_tokens"}
+        self.request = TurnRequest(
+            text=text, sampling=body.sampling(limit), client_names=names, may_call=False, fingerprint=key
+        )
         self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class Response(Exchange):
             may_call=may_call(body.tool_choice),
             max_calls=1 if body.parallel_tool_calls is False else None,
             sampling=sampling_of(temperature=body.temperature, top_p=body.top_p, max_new_tokens=body.max_output_tokens),
+            client_names={"max_new_tokens": "max_output_tokens"},
             fingerprint=key,
         )
         self.is_stream = bool(body.stream)

@@ -73,6 +73,8 @@ class TurnRequest:
     """The client gets no more of a turn's calls."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of SamplingParams that the client says."""
+    client_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the client calls those that have another name there."""
     text: str | Sequence[int] | None = None
     """In place of messages: the prompt itself or its token ids, without a chat template."""
     fingerprint: bytes = b""
@@ -352,13 +354,12 @@ class AgentSession:
         return coming
 
     def _params(self, request: TurnRequest) -> SamplingParams:
-        values = dict(request.sampling)
-        if "max_new_tokens" in values:
-            values["max_new_tokens"] = min(values["max_new_tokens"], self._sampling.max_new_tokens)
-        params = replace(self._sampling, **values)
-        fault, remedy = sampling_fault(params)
-        if fault:
-            raise RequestFault("invalid", f"{fault}: {remedy}")
+        params = replace(self._sampling, **request.sampling)
+        limit = min(params.max_new_tokens, self._sampling.max_new_tokens)
+        params = params.for_rest(num_done=0, limit=limit)
+        if wrong := sampling_fault(params):
+            name = request.client_names.get(wrong[0], wrong[0])
+            raise RequestFault("invalid", f"{name} {wrong[1]}: {wrong[2]}", param=name)
         return params
 
     def _find_line(self, request: TurnRequest, params: SamplingParams) -> tuple[_Line, _History | None]:

@@ -373,6 +373,8 @@ WHOLE = "FROM groups g JOIN payloads p ON p.group_id = g.group_id AND p.is_whole
 
 def dump_groups(path: Path, target: Path) -> int:
     """Copy the ledger, which may be in use; how many finished groups with tokens it holds. Raises LedgerError."""
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger at {path}", remedy="name a run whose buffer has begun, by --run")
     with raised_as(LedgerError, f"{target} cannot be written", OSError, remedy="name another file"):
         target.touch(0o600, exist_ok=False)
     try:

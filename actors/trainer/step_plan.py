@@ -340,7 +340,7 @@ def batch_metrics(
 ) -> tuple[dict[str, float], tuple[int, ...]]:
     """Reward, length, lag and knob facts of a batch, and the lag of every group (-1: no engine took part). `sources`:
     names, where there are several: the share of each in the batch, and its mean reward. Demonstrations alone have no
-    reward to report: every one of them counts 1."""
+    reward to report, for every one of them counts 1, and no lag."""
     groups = batch.groups
     rewards = np.concatenate([g.rollout_rewards() for g in groups]).astype(np.float64)
     lengths = [len(s.response_ids) for g in groups for s in g.samples]
@@ -348,11 +348,7 @@ def batch_metrics(
     temperatures = [s.temperature for g in groups for s in g.samples]
     oldest = [batch.oldest_version(group) for group in groups]
     lags = tuple(step - version if version >= 0 else -1 for version in oldest)
-    known_lags = [lag for lag in lags if lag >= 0] or [0]
     metrics = {
-        "lag/max": float(max(known_lags)),
-        "lag/mean": float(np.mean(known_lags)),
-        "lag/min": float(min(known_lags)),
         "batch/num_groups": float(len(groups)),
         "batch/response_tokens_mean": float(np.mean(lengths)),
         "batch/truncated_fraction": float(np.mean(truncated)),
@@ -362,12 +358,16 @@ def batch_metrics(
         "batch/knobs_max": float(max(g.knobs for g in groups)),
     }
     metrics |= response_metrics([sample for group in groups for sample in group.samples])
-    if any(lag >= 0 for lag in lags):
-        metrics["reward/mean"] = float(rewards.mean())
-        metrics["reward/std"] = float(rewards.std())
-    metrics |= _source_metrics(groups, sources, has_rewards="reward/mean" in metrics)
-    for lag in range(max(known_lags) + 1):  # zeros too: a view of newest values must not show those of an older step
-        metrics[f"lag_hist/{lag}"] = float(known_lags.count(lag))
+    if known_lags := [lag for lag in lags if lag >= 0]:
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        metrics |= {
+            f"lag/{name}": float(of(known_lags)) for name, of in (("max", max), ("mean", np.mean), ("min", min))
+        }
+        for lag in range(
+            max(known_lags) + 1
+        ):  # zeros too: a view of newest values must not show those of an older step
+            metrics[f"lag_hist/{lag}"] = float(known_lags.count(lag))
+    metrics |= _source_metrics(groups, sources, has_rewards=bool(known_lags))
     return metrics, lags
 
 

@@ -429,10 +429,9 @@ class Episode:
             self._is_drawing = False
 
     async def _generate(self, params: SamplingParams) -> Turn:
-        if params is not self._model.sampling:
-            fault, remedy = sampling_fault(params)
-            if fault:
-                raise UserCodeError(f"workflow: a turn of row {self._prompt.row} is asked for, {fault}", remedy=remedy)
+        if params is not self._model.sampling and (wrong := sampling_fault(params)):
+            place = f"workflow: a turn of row {self._prompt.row} is asked for"
+            raise UserCodeError(f"{place}, {wrong[0]} {wrong[1]}", remedy=wrong[2])
         self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
         if done is not None and (end := self._stopped_at(done, params)):

@@ -85,13 +85,13 @@ def _actor(actor: ActorFacts, shares: dict[str, float]) -> dict[str, Any]:
 
 
 def _lags(view: RunView, run: RunFiles) -> list[dict[str, Any]]:
-    """Groups by lag, over all steps, up to the largest bound that the run had."""
+    """Groups by lag, over all steps, up to the largest bound that the run had; none: no engine took part."""
     prefix = "lag_hist/"
     counts = {int(name.removeprefix(prefix)): sum(point.total for point in series.points) for name in run.names(prefix)
               if re.fullmatch(r"\d{1,2}", name.removeprefix(prefix)) and (series := run.main(name))}  # fmt: skip
     bounds = [int(bound) for _, bound in _bound(run)]
     bound = max(bounds, default=view.buffer.max_staleness if view.buffer is not None else max(counts, default=-1))
-    last = max([min(bound, _MAX_LAG), *counts], default=-1)
+    last = max(min(bound, _MAX_LAG), *counts) if counts else -1
     return [{"lag": lag, "count": counts.get(lag, 0.0), "isAllowed": lag <= bound} for lag in range(last + 1)]
 
 
@@ -175,9 +175,9 @@ def _tidy(value: float) -> float:
 
 
 def _bound(run: RunFiles) -> list[tuple[float, float]]:
-    """The staleness bound over steps, as stairs; empty if the run file does not say it."""
+    """The staleness bound over steps, as stairs; empty if no step had a lag or the run file does not say it."""
     first, steps = run.setting("async.max_staleness"), [step for _, step in run.reported]
-    if not isinstance(first, int) or not steps:
+    if not isinstance(first, int) or not steps or not run.names("lag_hist/"):
         return []
     return stairs(run.changes, "max_staleness", float(first), float(min(steps)), float(max(steps)))
 

@@ -386,8 +386,7 @@ def done_text(view: RunView) -> str:
 
 
 def lag_text(view: RunView) -> str:
-    """`max 2   mean 0.4   bound 4 (pace)`."""
-    parts = [_pairs(view.metrics, (("max", "lag/max"), ("mean", "lag/mean")))]
-    if view.buffer is not None:
-        parts.append(f"bound {view.buffer.max_staleness} ({clean(view.buffer.policy)})")
-    return "   ".join(part for part in parts if part)
+    """`max 2   mean 0.4   bound 4 (pace)`; empty: no step has trained on what engines generated."""
+    lags = _pairs(view.metrics, (("max", "lag/max"), ("mean", "lag/mean")))
+    stats = view.buffer if lags else None
+    return lags if stats is None else f"{lags}   bound {stats.max_staleness} ({clean(stats.policy)})"

@@ -60,9 +60,12 @@ async def test_a_dump_holds_all_that_is_finished_and_is_read_back(shop: Any, tmp
             dump_groups(shop.path, path)
     again = tmp_path / "again.sqlite"
     assert dump_groups(shop.path, again) == 3, "and of the ended one"
-    with pytest.raises(LedgerError, match="cannot be copied"):
-        dump_groups(tmp_path / "none.sqlite", tmp_path / "none.copy")
-    assert not (tmp_path / "none.copy").exists()
+    torn = tmp_path / "torn.sqlite"
+    torn.write_bytes(b"no ledger" * 1000)
+    for path, fault in ((tmp_path / "none.sqlite", "there is no ledger at"), (torn, "cannot be copied")):
+        with pytest.raises(LedgerError, match=fault):
+            dump_groups(path, tmp_path / "none.copy")
+        assert not (tmp_path / "none.copy").exists()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])

@@ -489,7 +489,11 @@ async def test_curl(door: Door) -> None:
 
 WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
-    ({"temperature": -1}, None),
+    ({"temperature": -1}, "temperature"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"temperature": "hot"}, "temperature"),
     ({"logit_bias": {"1": 2}}, "logit_bias"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -512,6 +516,16 @@ async def test_a_wrong_request_names_its_field(door: Door) -> None:
         if param in ("messages[0].content", "n", "unknown"):
             with pytest.raises(anthropic.BadRequestError):
                 await door.anthropic.post("/v1/messages", cast_to=object, body={"max_tokens": 5, **body})
+    others: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5, "stop_sequences": [""]}, "stop_sequences"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": -1}, "max_output_tokens"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ]
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+        for path, body, param in others:
+            refused = await client.post(door.url + path, json=body)
+            assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(f"{param} ")
     assert door.num_samples() == 0
 
 

@@ -401,9 +401,11 @@ async def test_a_client_that_draws_greedily_is_warned_of(caplog: pytest.LogCaptu
 
 async def test_limits_of_the_run_hold_for_a_client() -> None:
     says = Says(QWEN3, lambda prompt: "long answer")
-    session = session_of(says, sampling=SamplingParams(max_new_tokens=4)).session
+    session = session_of(says, sampling=SamplingParams(max_new_tokens=4, min_new_tokens=3)).session
     answer = await told(session, *USER, sampling={"max_new_tokens": 1000})
     assert (len(answer.token_ids), answer.finish) == (4, "length")
+    shorter = await told(session, *USER, sampling={"max_new_tokens": 2})
+    assert (len(shorter.token_ids), shorter.finish) == (2, "length"), "no least length of the run is in its way"
     with pytest.raises(RequestFault, match="temperature"):
         await told(session, *USER, sampling={"temperature": -1.0})
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from myxa.core.messages import BufferStats, EngineStatus, RunStatus
 from myxa.launch.views.live import LiveView, final_summary, lasting, render
-from myxa.launch.views.run_view import RunView, notice_text, plain_line
+from myxa.launch.views.run_view import RunView, fact_lines, notice_text, plain_line
 
 SNAPSHOT: dict[str, dict[str, float]] = {
     "metrics": {
@@ -68,7 +68,13 @@ def test_a_run_that_is_paused_now_is_not_judged_by_the_minute_before() -> None:
 
 def test_of_pairs_it_is_told_how_many_are_ranked_rightly() -> None:
     view = state(snapshot={"metrics": {"train/loss": 0.5, "train/accuracy": 0.75, "train/margin": 1.5}})
-    assert "loss 0.5   accuracy 0.75   margin 1.5" in drawn(view) and "| loss 0.5 accuracy 0.75 |" in plain_line(view)
+    assert "loss 0.5   accuracy 0.75   margin 1.5" in drawn(view) and "| loss 0.5 accuracy 0.75" in plain_line(view)
+
+
+def test_of_demonstrations_no_lag_is_told() -> None:
+    assert "lag max 2 mean 1.2 bound" in plain_line(state())
+    view = state(snapshot={"metrics": {"train/loss": 0.5}})
+    assert "lag" not in dict(fact_lines(view)) and "lag" not in plain_line(view)
 
 
 def test_the_table_says_what_is_asked_first() -> None:

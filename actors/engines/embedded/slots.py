@@ -107,9 +107,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
             f"{name}: token id {outside_id} is outside the vocabulary [0, {vocab_size})",
             remedy="encode the prompt with the tokenizer of the engine's own model folder",
         )
-    fault, remedy = sampling_fault(sampling)
-    if fault:
-        raise RequestRefused(f"{name}: {fault}", remedy=remedy)
+    if wrong := sampling_fault(sampling):
+        raise RequestRefused(f"{name}: {wrong[0]} {wrong[1]}", remedy=wrong[2])
     outside = [i for i in sampling.stop_token_ids if not 0 <= i < vocab_size]
     if outside:
         raise RequestRefused(
