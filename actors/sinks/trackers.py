@@ -14,7 +14,8 @@
 The libraries are imported in `open` only: they are optional and slow to import. They get metrics, and the run file
 without what looks like a secret; trace and events stay in the run directory. After a restart of the monitor the same
 run of W&B or MLflow continues: its id is in the run directory. Offline W&B begins another one of the same group: an
-upload replaces what a run of that id had.
+upload replaces what a run of that id had. Steps that come again, after a checkpoint, replace those of TensorBoard; for
+MLflow, which deletes no point, they are another run; W&B has both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ class Tracker:
     name = ""
 
     def __init__(self) -> None:
-        self._step = 0
+        self._step = -1
 
     def open(self, context: SinkContext) -> None:
         """Raises ImportError saying what to install when the library is missing (the run continues without it)."""
@@ -63,17 +65,17 @@ class Tracker:
     def write(self, bundle: Telemetry) -> None:
         for point in bundle.metrics:
             if point.source == LEADER and point.step >= 0:
-                if point.step < self._step:
+                if not 0 <= self._step <= point.step:
                     self.rewind(point.step, point.wall_s)
                 self._step = point.step
             if values := curves_of(point):
-                self.log(values, point.step if point.step >= 0 else self._step, point.wall_s)
+                self.log(values, point.step if point.step >= 0 else max(self._step, 0), point.wall_s)
 
     def begin(self, context: SinkContext) -> None:
         raise NotImplementedError
 
     def rewind(self, step: int, wall_s: float) -> None:
-        """The trainer went back: steps from this one on come again. Nothing to do where both may stay."""
+        """The run begins here, or has gone back: there may be later steps. Nothing to do where both may stay."""
 
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
         raise NotImplementedError
@@ -179,6 +181,7 @@ def _noted(note: Path) -> str | None:
     return note.read_text(encoding="utf-8").strip() if note.exists() else None
 
 
+_MLFLOW_NOTE = "mlflow.run_id"
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _MAX_BATCH, _MAX_PARAMS = 1000, 100
 """What MLflow's server takes in one call."""
@@ -211,7 +214,7 @@ class MlflowSink(Tracker):
             )
         self._client: Any = None
         self._entities: Any = None
-        self._run_id = ""
+        self._run_id, self._newest = "", -1
         self._pending: list[Any] = []
         self._sent_s = 0.0
         self._is_away = False
@@ -223,28 +226,40 @@ class MlflowSink(Tracker):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # noqa: TID251 -- newer versions ask for it
         client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
         self._entities = import_module("mlflow.entities")
-        note = context.run_dir / "mlflow.run_id"
-        if run_id := _noted(note):
-            self._run_id = run_id
-        else:
-            experiment = client.get_experiment_by_name(self._experiment)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
-            self._run_id = client.create_run(experiment_id, run_name=context.run_dir.name).info.run_id
-            note.write_text(f"{self._run_id}\n", encoding="utf-8")
-            params = [
-                self._entities.Param(_FORBIDDEN.sub("_", key), str(value)[:_MAX_VALUE])
-                for key, value in context.settings.items()
-                if value != ""
-            ]
-            for start in range(0, len(params), _MAX_PARAMS):  # of a new run: parameters of an MLflow run never change
-                client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
         self._client = client
+        if noted := _noted(context.run_dir / _MLFLOW_NOTE):
+            self._run_id, _, newest = noted.partition(" ")
+            self._newest = int(newest or -1)
+        else:
+            self._begin_run()
         context.emit("mlflow-opened", f"MLflow run {self._run_id} in {place}")
 
+    def _begin_run(self) -> None:
+        client, settings = self._client, self._context.settings
+        experiment = client.get_experiment_by_name(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
+        self._run_id = client.create_run(experiment_id, run_name=self._context.run_dir.name).info.run_id
+        self._note(-1)
+        values = {_FORBIDDEN.sub("_", key): str(value)[:_MAX_VALUE] for key, value in settings.items() if value != ""}
+        params = [self._entities.Param(key, value) for key, value in values.items()]
+        for start in range(0, len(params), _MAX_PARAMS):  # of a new run: parameters of an MLflow run never change
+            client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
+
+    def _note(self, newest: int) -> None:
+        self._newest = newest
+        (self._context.run_dir / _MLFLOW_NOTE).write_text(f"{self._run_id} {newest}\n", encoding="utf-8")
+
+    def rewind(self, step: int, wall_s: float) -> None:
+        """What follows is another run's, where this one has that step."""
+        if step <= max([self._newest, *(metric.step for metric in self._pending if metric is not None)]):
+            self._pending.append(None)
+
     def log(self, values: dict[str, float], step: int, wall_s: float) -> None:
-        at_ms = round(wall_s * 1000)
-        clean_values = ((_FORBIDDEN.sub("_", name), value) for name, value in values.items())
-        self._pending += [self._entities.Metric(name, value, at_ms, step) for name, value in clean_values]
+        """In a store of files, names are paths: one may be no folder of another, so one slash is kept."""
+        for name, value in values.items():
+            group, slash, rest = _FORBIDDEN.sub("_", name).partition("/")
+            name_there = f"{group}{slash}{rest.replace('/', '.')}"
+            self._pending.append(self._entities.Metric(name_there, value, round(wall_s * 1000), step))
 
     def flush(self) -> None:
         """At most every two seconds: each batch is a request. A server that is away gets them when it is back."""
@@ -267,8 +282,14 @@ class MlflowSink(Tracker):
 
     def _send(self) -> None:
         while self._pending:
-            self._client.log_batch(self._run_id, metrics=self._pending[:_MAX_BATCH])
-            del self._pending[:_MAX_BATCH]
+            batch = [*takewhile(lambda metric: metric is not None, self._pending[:_MAX_BATCH])]
+            if batch:
+                self._client.log_batch(self._run_id, metrics=batch)
+                self._note(max(self._newest, *(metric.step for metric in batch)))
+            else:
+                self._client.set_terminated(self._run_id)
+                self._begin_run()
+            del self._pending[: max(len(batch), 1)]
 
     def close(self) -> None:
         if self._client is not None:

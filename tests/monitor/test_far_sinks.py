@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tests.harness.manual_clock import ManualClock
@@ -92,29 +92,50 @@ def test_wandb_gets_every_actors_metrics_in_one_run(tmp_path: Path, monkeypatch:
     ]
 
 
+class MlflowPoint(NamedTuple):
+    name: str
+    value: float
+    at_ms: int
+    step: int
+
+
 def with_mlflow(monkeypatch: pytest.MonkeyPatch, client: Library) -> None:
     for name, parts in {
         "mlflow": {},
         "mlflow.tracking": {"MlflowClient": lambda tracking_uri: client},
-        "mlflow.entities": {"Metric": lambda *metric: metric, "Param": lambda key, value: (key, value)},
+        "mlflow.entities": {"Metric": MlflowPoint, "Param": lambda key, value: (key, value)},
     }.items():
         module = ModuleType(name)
         vars(module).update(parts)
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_mlflow_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_until_steps_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_mlflow(monkeypatch, client := Library())
     told = write_twice(tmp_path, "mlflow", {"experiment": "sorting"})
-    assert client.of("get_experiment_by_name") == [(("sorting",), {})]
-    assert client.of("create_run") == [(("1",), {"run_name": tmp_path.name})]
+    assert client.of("get_experiment_by_name") == [(("sorting",), {})] * 2
+    assert client.of("create_run") == [(("1",), {"run_name": tmp_path.name})] * 2
     batches = [options for _, options in client.of("log_batch")]
-    assert [b["params"] for b in batches if "params" in b] == [[(key, str(value)) for key, value in SETTINGS.items()]]
+    params = [(key, str(value)) for key, value in SETTINGS.items()]
+    assert [b["params"] for b in batches if "params" in b] == [params] * 2
     metrics = [metric for batch in batches for metric in batch.get("metrics", ())]
     losses = [(step, value) for name, value, _, step in metrics if name == "train/loss"]
     assert losses == [(step, 1 / (step + 1)) for step in range(3)] * 2
     assert {name for name, *_ in metrics} == {"train/loss", "rollout.1/running"}
-    assert len(client.of("set_terminated")) == len(told.kinds) == 2
+    assert len(told.kinds) == 2
+    client.calls.clear()
+    sink = make_sink("mlflow", {})
+    sink.open(context(tmp_path, told))
+    for step in (3, 4, 3):  # goes on, then back
+        sink.write(Telemetry(metrics=(point(step, reward__source__a=1.0, reward__source__a__b=2.0),)))
+    sink.close()
+    order = [name for name, _, _ in client.calls]
+    assert order == [
+        "log_batch", "set_terminated", "get_experiment_by_name", "create_run", "log_batch", "set_terminated"
+    ]  # fmt: skip
+    sent = [[(m.name, m.step) for m in options["metrics"]] for _, options in client.of("log_batch")]
+    both = ("reward/source.a", "reward/source.a.b"), "no name is a folder of another in a store of files"
+    assert sent == [[(name, step) for step in steps for name in both[0]] for steps in ((3, 4), (3,))], both[1]
 
 
 def test_mlflow_s_own_variables_count_where_options_are_left_out(tmp_path: Path, monkeypatch) -> None:
@@ -125,7 +146,7 @@ def test_mlflow_s_own_variables_count_where_options_are_left_out(tmp_path: Path,
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     write_twice(tmp_path, "mlflow", {})
-    assert (places[0], client.of("get_experiment_by_name")) == ("http://tracker:5000", [(("team",), {})])
+    assert (places[0], client.of("get_experiment_by_name")[0]) == ("http://tracker:5000", (("team",), {}))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@tracker:5000")
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI holds") as caught:
         make_sink("mlflow", {})

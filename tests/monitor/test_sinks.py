@@ -156,12 +156,13 @@ def test_events_wait_for_room_and_none_is_lost(tmp_path: Path, monkeypatch: pyte
 def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoardSink()
-    sink.open(context(tmp_path))
-    for step in (0, 1, 2, 3, 4, 5, 2, 3):  # the trainer went back to version 2
-        sink.write(Telemetry(metrics=(point(step, train__loss=float(step), time__compute=3.0),)))
-        sink.write(Telemetry(metrics=(point(-1, "rollout/0", rollout__running=2.0),)))
-    sink.close()
+    for steps in ((0, 1, 2, 3, 4, 5, 2, 3, 4), (3,)):  # the trainer went back to version 2; the run was resumed from 3
+        sink = TensorBoardSink()
+        sink.open(context(tmp_path))
+        for step in steps:
+            sink.write(Telemetry(metrics=(point(step, train__loss=float(step), time__compute=3.0),)))
+            sink.write(Telemetry(metrics=(point(-1, "rollout/0", rollout__running=2.0),)))
+        sink.close()
     reader = EventAccumulator(str(tmp_path / "tb"))
     reader.Reload()
     assert reader.Tags()["scalars"] == ["train/loss", "rollout.0/running"]
