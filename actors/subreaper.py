@@ -1,15 +1,16 @@
 """A process between an actor and a program that it starts: all that the program started ends with it.
 
-    python -m myxa.actors.subreaper <pid of the actor> <grace> <program and its arguments>
+    python -m myxa.actors.subreaper <pid of the actor> <grace> [--server] <program and its arguments>
 
     actor ── subreaper ── worker with user code, or inference server ── what it starts, in whatever session
 
 Orphans of the program become the subreaper's children. It ends when the program ended, on the actor's SIGTERM, or when
 the actor died (then after `grace` seconds): it kills the program and every descendant, and then ends as the program
-did. On the actor's SIGINT the program gets SIGTERM. If the subreaper itself is killed with SIGKILL, the kernel ends the
+did. On the actor's SIGINT the program gets it, too. If the subreaper itself is killed with SIGKILL, the kernel ends the
 program too, but not what that started. A program that begins with `:` is a module of this package, whose `main` is
-called: a worker, whose scratch folders (`core/files.py`) are removed at the end. Slurm may send SIGTERM to every
-process of a job, which is the launcher's to act on: from others than the actor it does nothing here or in a worker.
+called: a worker, whose scratch folders (`core/files.py`) are removed at the end. Slurm may send SIGTERM, SIGUSR1 or
+SIGUSR2 to every process of a job, which is the launcher's to act on: from others than the actor these do nothing here,
+in a worker, or in a server, for which they stay blocked.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ OOM_SCORE_ADJ = 500
 """Where memory runs out, the kernel is to take the worker and its tools, not the actor with its engine."""
 _ORPHANED = signal.SIGHUP
 _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
+_SCHEDULERS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+SERVER = "--server"
 
 
-def keep(parent_pid: int, grace_s: float, tidy: Callable[[], None]) -> None:
+def keep(parent_pid: int, grace_s: float, tidy: Callable[[], None], *, is_server: bool) -> None:
     """Fork. Returns in the child, the program; the subreaper itself never returns: it calls `tidy` once all have ended.
     Call it while there is one thread.
 
     Raises LaunchError where the kernel refuses.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED | _SCHEDULERS)
     die_with_parent(parent_pid, _ORPHANED)
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise LaunchError("prctl(PR_SET_CHILD_SUBREAPER) failed", remedy="allow prctl in the container's policy")
     subreaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED - _SCHEDULERS if is_server else _WATCHED | _SCHEDULERS)
         die_with_parent(subreaper)
         return
     status = _until_end(worker, parent_pid, grace_s)
@@ -77,7 +80,7 @@ def _until_end(worker: int, actor: int, grace_s: float) -> int:
         elif info.si_pid == actor:
             if info.si_signo == signal.SIGTERM:
                 return int(signal.SIGKILL)
-            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGINT)
 
 
 def _reaped(worker: int) -> int | None:
@@ -141,7 +144,8 @@ def run(program: list[str]) -> None:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-        signal.signal(signal.SIGTERM, pass_by)
+        for scheduled in _SCHEDULERS:
+            signal.signal(scheduled, pass_by)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))
         importlib.import_module(program[0][1:]).main()
@@ -162,5 +166,7 @@ def tidy_for(program: str) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    keep(int(sys.argv[1]), float(sys.argv[2]), tidy_for(sys.argv[3]))
-    run(sys.argv[3:])
+    is_a_server = sys.argv[3] == SERVER
+    command = sys.argv[3 + is_a_server :]
+    keep(int(sys.argv[1]), float(sys.argv[2]), tidy_for(command[0]), is_server=is_a_server)
+    run(command)

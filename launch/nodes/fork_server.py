@@ -24,6 +24,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ from ...core.errors import LaunchError, MyxaError
 from ...core.process import die_with_parent, name_process
 from ..actor_spec import ActorSpec
 from ..first_failure import read_tail
+from ..stop_signals import SCHEDULERS
 from ..worker_spec import DEFAULT_PROGRAM, SPEC_VARIABLE, WORKER_MODULE, server_env
 from .child import Child, OnExit, start_child
 
@@ -132,6 +134,8 @@ def main(arguments: list[str]) -> int:
 
 def serve(launcher: socket.socket, modules: Iterable[str]) -> None:
     """Import, report, then fork on request until the launcher closes the socket."""
+    for number in SCHEDULERS:  # the launcher's to act on
+        signal.signal(number, signal.SIG_IGN)
     launcher.set_inheritable(False)
     name_process("myxa: forks")
     gc.disable()
@@ -234,6 +238,8 @@ def detach(request: ForkRequest, own_end: socket.socket, log: int) -> bool:
 def be_actor(request: ForkRequest) -> int:
     """Become the worker; returns its exit status, if it returns."""
     name_process(request.name)
+    for number in SCHEDULERS:
+        signal.signal(number, signal.SIG_DFL)
     os.environb.clear()
     os.environb.update(dict(request.env))
     worker = importlib.import_module(WORKER_MODULE)

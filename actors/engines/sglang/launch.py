@@ -36,12 +36,13 @@ from ....core.process import past_proxies
 from ....core.protocols import EngineInfo
 from ....core.refs import all_or_first_error, unwrapped_group
 from ....transport.address import LOOPBACK, hold_port
+from ...subreaper import SERVER
 from .engine import SglangEngine, SglangOptions
 from .server_args import MODULE, NO_NEEDS, SglangNeeds, check_sizes, command_line, guesses_by, tools_path
 from .weight_routes import Routes, folder_routes
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
+"""Between SIGINT and SIGKILL: a server has nothing to lose, and its actor has five seconds to end."""
 CLOSE_S = 8.0
 """For the subreaper to end all that the server started, and then itself; it is killed after that."""
 LOG_MODE = 0o600
@@ -130,7 +131,7 @@ class ServerProcess:
         return EngineError(text, remedy=f"see {self._command.log_path}")
 
     async def close(self) -> None:
-        """SIGTERM, then SIGKILL for all that it started. Never raises; a second call does nothing."""
+        """SIGINT, then SIGKILL for all that it started. Never raises; a second call does nothing."""
         for number, limit_s in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, CLOSE_S)):
             if self._process.returncode is None:
                 self._process.send_signal(number)
@@ -152,7 +153,8 @@ async def start_server(server_command: ServerCommand) -> ServerProcess:
     with raised_as(LaunchError, f"{server_command.name}: {server_command.log_path} cannot be made", OSError):
         server_command.log_path.parent.mkdir(parents=True, exist_ok=True)
         log = os.open(server_command.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, LOG_MODE)
-    command = (sys.executable, "-m", "myxa.actors.subreaper", str(os.getpid()), "0", *server_command.command)
+    subreaper = ("-m", "myxa.actors.subreaper", str(os.getpid()), "0", SERVER)
+    command = (sys.executable, *subreaper, *server_command.command)
     log_start = os.fstat(log).st_size
     try:
         process = await asyncio.create_subprocess_exec(

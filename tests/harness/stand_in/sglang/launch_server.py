@@ -50,7 +50,8 @@ async def run(argv: list[str]) -> None:
     misbehave(os.environ.get("STAND_IN_FAULT", ""))
     sys.path.append(str(ROOT))
     stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     if os.environ.get("STAND_IN_LIGHT") or args.disaggregation_mode == "prefill":  # which draws what nobody looks at
         await run_light(args, stopped)
     else:
