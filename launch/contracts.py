@@ -136,6 +136,12 @@ class AgentContract(Actor):
         """Make the run directory and be ready for orders."""
         raise NotImplementedError
 
+    @call(deadline=30, reentrant=True)
+    async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:
+        """Where the ranks of that attempt meet, at this node's `address`: the port is free here, and held until the
+        next attempt. Idempotent. Raises LaunchError."""
+        raise NotImplementedError
+
     @call(deadline=60, reentrant=True)
     async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
         """Start a process, as the attempt that `actor` names; returns its id. Raises ConfigError where another attempt

@@ -17,6 +17,7 @@ from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, Pee
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
+from ...transport.address import hold_port
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
     SUPERVISOR,
@@ -70,6 +71,7 @@ class Agent(AgentContract):
         self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
+        self._meetings: dict[str, tuple[int, socket.socket]] = {}
         self._is_stopped = False
 
     @property
@@ -109,6 +111,8 @@ class Agent(AgentContract):
         """Nothing may outlive the launcher."""
         self._is_stopped = True
         self._start_no_more()
+        for _, holder in self._meetings.values():
+            holder.close()
         servers = [self._fork_server.close()] if self._fork_server is not None else []
         await asyncio.gather(self.kill_all(), *servers)
         if adopts_orphans():
@@ -134,6 +138,14 @@ class Agent(AgentContract):
         self._run_dir = RunDir.join(plan.run_dir)
         write_code(self._run_dir.path, plan.code)
         self._run_dir.post_config(plan.config)
+
+    async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:
+        held = self._meetings.get(gang)
+        if held is None or held[0] != attempt:
+            if held is not None:
+                held[1].close()
+            held = self._meetings[gang] = attempt, hold_port(address)
+        return GangRendezvous(address=address, port=held[1].getsockname()[1])
 
     async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
         name = actor.name

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -49,8 +48,8 @@ from ...core.supervision import (
     describe_status,
 )
 from ...core.timeouts import LauncherTimeouts
-from ...transport.address import LOOPBACK, hold_port
-from ..actor_spec import ActorSpec, GangRendezvous
+from ...transport.address import LOOPBACK
+from ..actor_spec import ActorSpec
 from ..contracts import (
     AgentContract,
     ChildEnd,
@@ -122,7 +121,6 @@ class RunSupervisor(SupervisorContract):
         ranks = [(spec.rank.gang, spec.node) for spec in self._first_actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
-        self._rendezvous: dict[str, tuple[int, GangRendezvous, socket.socket]] = {}
         """Gang -> attempt, rendezvous of that attempt's ranks, and what holds its port."""
 
     async def on_start(self) -> None:
@@ -131,10 +129,6 @@ class RunSupervisor(SupervisorContract):
         reporting = report_forever(self._telemetry, self.ctx.ref(MonitorContract, "monitor").telemetry)
         self.ctx.spawn(reporting, name="telemetry")
         self.ctx.spawn(self._watch_silence(), name="watch silence")
-
-    async def on_stop(self, why: str) -> None:
-        for _, _, holder in self._rendezvous.values():
-            holder.close()
 
     async def on_peer(self, event: PeerEvent) -> None:
         if event.name in self.actors:
@@ -425,13 +419,18 @@ class RunSupervisor(SupervisorContract):
             return  # it left before
         actor = self.actors[name]
         actor.pid, actor.gone_by_s = 0, math.inf
-        spec, failed = actor.spec, None
+        spec, failed, meeting = actor.spec, None, None
+        asked = spec.node if spec.rank is None else self._gang_hosts[spec.rank.gang]
         try:
-            meeting = self._rendezvous_of(spec, attempt)
-            actor.pid = await self.agent(spec.node).start_actor(replace(spec, attempt=attempt), meeting)
+            if spec.rank is not None:  # ranks on one node use loopback: torch's store does not ask for a key
+                is_near = len(self._gang_nodes[spec.rank.gang]) == 1
+                address = LOOPBACK if is_near else self.membership.facts(asked).address
+                meeting = await self.agent(asked).hold_meeting(spec.rank.gang, attempt, address)
+            asked = spec.node
+            actor.pid = await self.agent(asked).start_actor(replace(spec, attempt=attempt), meeting)
         except MyxaError as error:
             if isinstance(error, NODE_IS_GONE):
-                self._lose_node(spec.node, str(error))
+                self._lose_node(asked, str(error))
             failed = self._failed_start(spec, attempt, error)
         actor.started_s, actor.started_wall_s = self.ctx.clock.monotonic(), self.ctx.clock.wall()
         if failed is not None:
@@ -439,24 +438,6 @@ class RunSupervisor(SupervisorContract):
         elif name in self.actors and (self._rules.is_over or self._rules.state(name) == "ending"):
             # It was ended while it started.
             await self._end_on(spec.node, (name,), self._timeouts.end_s)
-
-    def _rendezvous_of(self, actor: ActorSpec, attempt: int) -> GangRendezvous | None:
-        """Where the ranks of that attempt meet: on the node of rank 0; None for an actor that is no rank. Ranks on one
-        node use loopback: torch's store does not ask for a key. The port is held on this node; if it is in use on
-        another one, the gang fails and the next attempt gets another port."""
-        if actor.rank is None:
-            return None
-        gang = actor.rank.gang
-        held = self._rendezvous.get(gang)
-        if held is None or held[0] != attempt:
-            is_near = len(self._gang_nodes[gang]) == 1
-            address = LOOPBACK if is_near else self.membership.facts(self._gang_hosts[gang]).address
-            if held is not None:
-                held[2].close()
-            holder = hold_port(address)
-            meeting = GangRendezvous(address=address, port=holder.getsockname()[1])
-            held = self._rendezvous[gang] = attempt, meeting, holder
-        return held[1]
 
     def _failed_start(self, actor: ActorSpec, attempt: int, error: MyxaError) -> ChildEnd:
         is_answer = isinstance(error, ConfigError | LaunchError)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -282,3 +283,18 @@ async def test_a_refusal_to_let_a_node_go_is_told_and_the_node_stays(
         await agent.leave(0, "over")
         assert (await lending).reason == "over"
         assert "trainer/1 is a rank" in capsys.readouterr().err
+
+
+async def test_a_gang_meets_at_a_port_that_is_free_on_the_node_of_its_rank_0(tmp_path: Path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MYXA_PORTS", f"{port}-{min(port + 20, 65535)}")
+        async with agent_in(tmp_path) as (_, ref):
+            first = await ref.hold_meeting("trainer", 0, "127.0.0.1")
+            assert first == await ref.hold_meeting("trainer", 0, "127.0.0.1"), "all ranks get the same"
+            assert port < first.port <= port + 20
+            second = await ref.hold_meeting("trainer", 1, "127.0.0.1")
+            assert second == await ref.hold_meeting("trainer", 1, "127.0.0.1")
+            monkeypatch.setenv("MYXA_PORTS", f"{port}-{port}")
+            with pytest.raises(LaunchError, match="no port is free"):
+                await ref.hold_meeting("trainer", 2, "127.0.0.1")

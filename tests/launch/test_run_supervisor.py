@@ -58,6 +58,7 @@ class Hands(AgentContract):
         self.pids: dict[str, int] = {}
         self.attempts: dict[str, int] = {}
         self.meetings: dict[tuple[str, int], GangRendezvous] = {}
+        self.held: set[tuple[str, int]] = set()
         self.left: tuple[int, str] | None = None
         self.ended: list[str] = []
         self.killed: list[str] = []
@@ -72,6 +73,10 @@ class Hands(AgentContract):
 
     async def prepare(self, plan: RunDescription) -> None:
         pass
+
+    async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:
+        self.held.add((gang, attempt))
+        return GangRendezvous(address=address, port=1000 * self.number + 100 + attempt)
 
     async def start_actor(self, actor: ActorSpec, meeting: GangRendezvous | None = None) -> int:
         name = actor.name
@@ -244,7 +249,8 @@ def test_a_missing_program_fails_the_run_at_once_and_a_full_machine_when_the_res
 async def test_the_ranks_of_an_attempt_meet_at_one_port_of_the_node_of_rank_0(stage: Stage) -> None:
     first, second = stage.hands[1].meetings, stage.hands[2].meetings
     assert first["trainer/0", 0] == second["trainer/1", 0]
-    assert first["trainer/0", 0].address == "10.0.0.1"
+    assert (first["trainer/0", 0].address, first["trainer/0", 0].port) == ("10.0.0.1", 1100), "chosen there"
+    assert not stage.hands[0].held and not stage.hands[2].held
     await stage.sim.spawn("launcher/2", stage.hands[2].die("trainer/1"))
     await stage.ping(1, 2, seconds=6)
     assert first["trainer/0", 1] == second["trainer/1", 1] != first["trainer/0", 0]
