@@ -11,7 +11,6 @@ import pytest
 from tests.data.opened import open_prompts, prompts, run_on
 
 from myxa.actors.data import prompts as prompts_module
-from myxa.actors.data import row_file
 from myxa.actors.rollout.rollout import DRAW_AT_ONCE
 from myxa.core.errors import ConfigError, DataError
 from myxa.transport.session.frames import FrameLimits
@@ -80,26 +79,28 @@ def test_presets_say_what_they_miss(tmp_path: Path) -> None:
     assert "c11, ..." in wide and "c12" not in wide, "not all of many columns"
 
 
-def test_an_over_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_file, "MAX_LINE_BYTES", 100)
-    long = '{"prompt": "' + "a" * 450 + '", "label": "x"}'
-    assert failure(tmp_path, f"{GOOD}\n{long}\n{GOOD}\n").startswith("t.jsonl:2: the line has 479 bytes")
+def test_an_over_long_line(tmp_path: Path) -> None:
+    long = '{"prompt": "' + "a" * (64 << 20) + '", "label": "x"}'
+    told = failure(tmp_path, f"{GOOD}\n{long}\n{GOOD}\n")
+    assert told.startswith(f"t.jsonl:2: the line has {len(long) + 1} bytes")
     dataset = open_prompts(run_on(str(tmp_path / "t.jsonl"), data={"on_bad_line": "skip"}))
     assert (len(dataset), dataset.num_bad) == (2, 1)
 
 
-def test_rows_that_no_message_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_no_message_would_take(tmp_path: Path) -> None:
     fits = FrameLimits().body - (8 << 20)  # the rest is room for what surrounds them
     assert fits >= DRAW_AT_ONCE * prompts_module.MAX_ROW_BYTES
     assert fits >= prompts_module.MAX_HELD_OUT_BYTES
-    monkeypatch.setattr(prompts_module, "MAX_ROW_BYTES", 200)
-    monkeypatch.setattr(prompts_module, "MAX_HELD_OUT_BYTES", 500)
-    large = f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * 200}"}}}}'
-    assert failure(tmp_path, f"{GOOD}\n{large}\n").startswith("t.jsonl:2: prompt, label and metadata come to 253 bytes")
+    num = prompts_module.MAX_ROW_BYTES
+    large, fits_alone = (
+        f'{{"prompt": "a", "label": "b", "metadata": {{"tests": "{"x" * size}"}}}}' for size in (num, num - 1000)
+    )
+    told = failure(tmp_path, f"{GOOD}\n{large}\n")
+    assert told.startswith(f"t.jsonl:2: prompt, label and metadata come to {num + 53:,} bytes")
     file = tmp_path / "t.jsonl"
     assert len(open_prompts(run_on(str(file), data={"on_bad_line": "skip"}))) == 1
-    file.write_text(f"{GOOD}\n" * 3)
-    with pytest.raises(DataError, match=r"eval\.data: 3 rows"):
+    file.write_text(f"{fits_alone}\n" * 9)
+    with pytest.raises(DataError, match=r"eval\.data: 9 rows"):
         open_prompts(run_on(str(file), eval={"data": str(file)}))
     assert open_prompts(run_on(str(file), eval={"data": str(file), "num_prompts": 2})).eval_prompts(5)
 

@@ -237,11 +237,6 @@ async def test_in_a_sandbox_it_reaches_the_gateway_and_its_scratch_folder(
     assert sample.reward == can
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.gateway.agent.RETRY_S", 0.1)
-
-
 Taken = Callable[[dict[str, Any]], Awaitable[web.Response]]
 
 
@@ -261,7 +256,7 @@ async def service(take: Taken) -> AsyncGenerator[str]:
         await runner.cleanup()
 
 
-async def test_a_service_that_is_absent_and_refuses_at_first(quick: None) -> None:
+async def test_a_service_that_is_absent_and_refuses_at_first() -> None:
     tried = 0
     ending: set[asyncio.Task[None]] = set()
 
@@ -304,9 +299,7 @@ async def test_a_service_that_answers_a_task_without_end() -> None:
     assert caught.value.kind == "network"
 
 
-async def test_a_scratch_folder_that_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
-) -> None:
+async def test_a_scratch_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(MemberFailed, match="cannot be started") as caught:
         await programmed(tmp_path, "")
@@ -344,7 +337,7 @@ while True:
 """
 
 
-async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails(tmp_path: Path, quick: None) -> None:
+async def test_a_program_that_polls_is_started_again_and_what_it_had_taken_fails(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(POLLS)
     more: dict[str, Any] = {"polls": True, "workers": 1}
     says = Says(QWEN3, lambda prompt: "hello")
@@ -364,7 +357,7 @@ async def test_a_service_that_falls_silent_is_given_up() -> None:
             await workflow(context(Says(QWEN3, lambda prompt: "hello")), ROW)
 
 
-async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Path, quick: None) -> None:
+async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import no_such_module")
     async with running(command=PROGRAM, dir=str(tmp_path), polls=True, workers=1) as workflow:
         async with asyncio.timeout(30):
@@ -373,8 +366,7 @@ async def test_a_program_that_never_takes_a_task_fails_its_rollouts(tmp_path: Pa
     assert caught.value.kind == "user-code"
 
 
-async def test_a_service_that_waits_for_a_task_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.gateway.server.STOP_S", 0.3)
+async def test_a_service_that_waits_for_a_task_does_not_hold_up_the_end() -> None:
     gateway = Gateway()
     await gateway.start()
     place = await gateway.served()

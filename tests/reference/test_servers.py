@@ -16,7 +16,6 @@ from tests.harness.waiting import until
 from tests.reference.teachers import Letters, expected, made, only_once_known, out_of_order, teacher
 
 from myxa.actors.http_client import key_from
-from myxa.actors.reference import server as servers_module
 from myxa.actors.reference.server import ReferenceServers, in_response, score_request
 from myxa.actors.rewards.call import CallFailed
 from myxa.core.errors import ConfigError
@@ -214,8 +213,7 @@ async def test_the_last_id_of_the_vocabulary_may_be_told_as_0() -> None:
         assert await score(servers, made()) == expected(made())
 
 
-async def test_calls_are_bounded_and_spread_over_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers_module, "CALLS_PER_SERVER", 2)
+async def test_calls_are_bounded_and_spread_over_the_servers() -> None:
     held = asyncio.Event()
 
     async def waits(request: web.Request, body: dict[str, Any], answer: dict[str, Any]) -> Any:
@@ -224,11 +222,11 @@ async def test_calls_are_bounded_and_spread_over_the_servers(monkeypatch: pytest
 
     async with teacher(only_once_known(waits)) as one, teacher(only_once_known(waits)) as two:
         async with asking(one.url, two.url) as servers, asyncio.TaskGroup() as group:
-            tasks = [group.create_task(score(servers, made())) for _ in range(10)]
-            await until(lambda: one.at_once == two.at_once == 2)
+            tasks = [group.create_task(score(servers, made())) for _ in range(100)]
+            await until(lambda: one.at_once == two.at_once == 32)
             held.set()
-        assert [task.result() for task in tasks] == [expected(made())] * 10
-        assert (one.most_at_once, two.most_at_once) == (2, 2)
+        assert [task.result() for task in tasks] == [expected(made())] * 100
+        assert (one.most_at_once, two.most_at_once) == (32, 32)
 
 
 async def test_a_call_that_is_cancelled_leaves_its_place_to_others() -> None:

@@ -14,7 +14,6 @@ from tests.buffer.conftest import NumberedRows
 from tests.harness.inside import inside
 from tests.harness.run_job import audit, events, make_job, metrics
 
-from myxa.actors.buffer import cursor as buffer_cursor
 from myxa.actors.buffer.cursor import PromptCursor, Quarantine, Sources
 from myxa.actors.ledger.file import QUARANTINED, Row, State, begin_life
 from myxa.actors.ledger.ledger import Ledger
@@ -125,12 +124,11 @@ def test_zero_heeds_no_list(shop: Open) -> None:
     assert len(here.draw(4)) == 4
 
 
-def test_f7_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_cursor, "MAX_PASSED_OVER", 20)
+def test_f7_a_data_set_that_is_all_quarantined_ends_the_run(shop: Open) -> None:
     here = shop(after=1)
     for row in here.draw(4):
         here.drop(row, "reward-error")
-    with pytest.raises(DataError, match="the last 20 draws brought only the 4 prompts that are quarantined"):
+    with pytest.raises(DataError, match="the last 1000 draws brought only the 4 prompts that are quarantined"):
         here.draw(4)
     here = shop(after=1, passes=5)
     assert here.draw(4) == [], "the data ends first"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.harness.group_runner import delta
+from tests.simulation.simulator import run
 
 from myxa.actors.workflows.episode import Episode, Interrupted, ModelAccess, joined, unstamped
 from myxa.core.errors import EngineError, PromptTooLong, UserCodeError
@@ -143,12 +144,15 @@ async def test_abort_during_a_weight_swap_goes_on_at_once() -> None:
     assert ep.sample().versions.tolist() == [1, 1, 2, 2, 2]
 
 
-async def test_aborts_for_ever_are_the_engines_failure_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("myxa.actors.workflows.episode.ABORT_PAUSE_S", 0.0)
+def test_aborts_for_ever_are_the_engines_failure_and_say_so() -> None:
     nothing: tuple[str, int, FinishReason] = ("", 1, "abort")
     script = Script(("fo", 1, "abort"), *[nothing] * 100)
-    with pytest.raises(EngineError, match="the engine aborted a turn of row 3 20 times without a token between"):
-        await episode(script, goes_on=lambda: True).generate()
+
+    async def asked_for_ever(seed: int) -> None:
+        with pytest.raises(EngineError, match="the engine aborted a turn of row 3 20 times without a token between"):
+            await episode(script, goes_on=lambda: True).generate()
+
+    run(asked_for_ever, 0)
     assert len(script.asked) == 21
 
 
