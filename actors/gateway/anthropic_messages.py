@@ -11,7 +11,6 @@ import msgspec
 from ...core.samples import Message
 from .exchange import (
     MODEL,
-    WITHOUT_EFFECT,
     Exchange,
     call_table,
     check_has,
@@ -25,7 +24,7 @@ from .exchange import (
     sampling_of,
 )
 from .openai_chat import json_text
-from .session import Answer, RequestFault, TurnRequest
+from .session import CLIENT_NAMES, Answer, RequestFault, TurnRequest
 
 _TYPES = {
     "auth": "authentication_error",
@@ -139,7 +138,7 @@ class AnthropicMessage(Exchange):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, MessagesBody, WITHOUT_EFFECT)
+        body = read_body(raw, MessagesBody)
         if body.thread is not None:  # the SDK's tool runner then sends its request again without one
             reason = "no thread is kept here: send all messages with each request"
             raise RequestFault("invalid", reason, param="thread", code="thread_unsupported_request")
@@ -161,8 +160,7 @@ class AnthropicMessage(Exchange):
                 temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, max_new_tokens=body.max_tokens,
                 stop=body.stop_sequences,
             ),
-            client_names={"max_new_tokens": "max_tokens", "stop": "stop_sequences"},
-            fingerprint=key,
+            client_names={**CLIENT_NAMES, "stop": "stop_sequences"}, fingerprint=key,
         )  # fmt: skip
         self.model, self.is_stream = body.model, bool(body.stream)
         self._open = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -86,12 +86,12 @@ WITHOUT_EFFECT = frozenset((
 """Fields of requests that change no answer. Each answer has its token ids."""
 
 
-def read_body(body: bytes, kind: type[T], left_out: Collection[str] = ()) -> T:
-    """A JSON body as a struct; without nulls and, of the fields that it does not know, those `left_out`. Raises
+def read_body(body: bytes, kind: type[T]) -> T:
+    """A JSON body as a struct; without nulls and, of the fields that it does not know, those WITHOUT_EFFECT. Raises
     RequestFault, which names the field."""
     try:
         table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        left_out = set(left_out) - set(getattr(kind, "__struct_fields__", ()))
+        left_out = WITHOUT_EFFECT.difference(getattr(kind, "__struct_fields__", ()))
         said = {name: value for name, value in table.items() if name not in left_out and bytes(value) != b"null"}
         return msgspec.json.decode(msgspec.json.encode(said), type=kind)
     except (RecursionError, UnicodeError) as error:

@@ -12,7 +12,6 @@ from ...core.samples import Message
 from .exchange import (
     MAX_CHOICES,
     MODEL,
-    WITHOUT_EFFECT,
     Exchange,
     call_table,
     check_has,
@@ -189,7 +188,7 @@ class ChatCompletion(_Completion):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, ChatBody, WITHOUT_EFFECT)
+        body = read_body(raw, ChatBody)
         is_text = body.response_format in (None, {"type": "text"})
         refuse(not is_text, "response_format", "must be text: no grammar is applied")
         refuse(body.modalities not in (None, ["text"]), "modalities", "must be text")
@@ -269,7 +268,7 @@ class TextCompletion(_Completion):
 
     def __init__(self, raw: bytes, key: bytes) -> None:
         super().__init__()
-        body = read_body(raw, CompletionBody, WITHOUT_EFFECT)
+        body = read_body(raw, CompletionBody)
         one: Any = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
         text: str | list[int] = ""
         with contextlib.suppress(msgspec.ValidationError):
@@ -279,10 +278,7 @@ class TextCompletion(_Completion):
         refuse(others, "echo", "is not supported, nor are suffix and best_of: leave them out")
         refuse((body.logprobs or 0) > 1, "logprobs", "must be 0 or 1: engines tell those of drawn tokens")
         limit = 16 if body.max_tokens is None else body.max_tokens
-        names = {"max_new_tokens": "max_tokens"}
-        self.request = TurnRequest(
-            text=text, sampling=body.sampling(limit), client_names=names, may_call=False, fingerprint=key
-        )
+        self.request = TurnRequest(text=text, sampling=body.sampling(limit), may_call=False, fingerprint=key)
         self._take(body)
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import msgspec
 from ...core.samples import Message
 from .exchange import (
     MODEL,
-    WITHOUT_EFFECT,
     Exchange,
     call_table,
     check_has,
@@ -180,7 +179,7 @@ class Response(Exchange):
     def __init__(self, raw: bytes, key: bytes, session: AgentSession) -> None:
         """`session`: knows conversations up to earlier answers; this one's is added by `whole` and `close`."""
         super().__init__()
-        self._body = body = read_body(raw, ResponseBody, WITHOUT_EFFECT)
+        self._body = body = read_body(raw, ResponseBody)
         is_text = body.text is None or body.text.format is None or body.text.format.type == "text"
         refuse(not is_text, "text.format", "must be text: no grammar is applied")
         asks_logprobs = "message.output_text.logprobs" in (body.include or ())

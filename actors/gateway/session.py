@@ -61,6 +61,9 @@ class RequestFault(Exception):
         self.code = code
 
 
+CLIENT_NAMES: Mapping[str, str] = {"max_new_tokens": "max_tokens"}
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """What a client asks for, whatever its dialect."""
@@ -73,7 +76,7 @@ class TurnRequest:
     """The client gets no more of a turn's calls."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of SamplingParams that the client says."""
-    client_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    client_names: Mapping[str, str] = field(default_factory=lambda: CLIENT_NAMES)
     """What the client calls those that have another name there."""
     text: str | Sequence[int] | None = None
     """In place of messages: the prompt itself or its token ids, without a chat template."""

@@ -216,17 +216,16 @@ class MlflowSink(Tracker):
         self._entities: Any = None
         self._run_id, self._newest = "", -1
         self._pending: list[Any] = []
-        self._sent_s = 0.0
-        self._is_away = False
+        """Values; None: from here on they are another run's."""
+        self._sent_s, self._is_away = 0.0, False
 
     def begin(self, context: SinkContext) -> None:
         self._context = context
         place = self._tracking_uri or (context.run_dir / "mlruns").resolve().as_uri()
         if not self._tracking_uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # noqa: TID251 -- newer versions ask for it
-        client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
+        self._client = import_module("mlflow.tracking").MlflowClient(tracking_uri=place)
         self._entities = import_module("mlflow.entities")
-        self._client = client
         if noted := _noted(context.run_dir / _MLFLOW_NOTE):
             self._run_id, _, newest = noted.partition(" ")
             self._newest = int(newest or -1)
@@ -240,8 +239,8 @@ class MlflowSink(Tracker):
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(self._experiment)
         self._run_id = client.create_run(experiment_id, run_name=self._context.run_dir.name).info.run_id
         self._note(-1)
-        values = {_FORBIDDEN.sub("_", key): str(value)[:_MAX_VALUE] for key, value in settings.items() if value != ""}
-        params = [self._entities.Param(key, value) for key, value in values.items()]
+        said = ((_FORBIDDEN.sub("_", key), str(value)[:_MAX_VALUE]) for key, value in settings.items() if value != "")
+        params = [self._entities.Param(*each) for each in said]
         for start in range(0, len(params), _MAX_PARAMS):  # of a new run: parameters of an MLflow run never change
             client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
 

@@ -359,14 +359,11 @@ def batch_metrics(
     }
     metrics |= response_metrics([sample for group in groups for sample in group.samples])
     if known_lags := [lag for lag in lags if lag >= 0]:
+        least, most, mean = min(known_lags), max(known_lags), np.mean(known_lags)
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-        metrics |= {
-            f"lag/{name}": float(of(known_lags)) for name, of in (("max", max), ("mean", np.mean), ("min", min))
-        }
-        for lag in range(
-            max(known_lags) + 1
-        ):  # zeros too: a view of newest values must not show those of an older step
-            metrics[f"lag_hist/{lag}"] = float(known_lags.count(lag))
+        metrics |= {"lag/max": float(most), "lag/mean": float(mean), "lag/min": float(least)}
+        # Zeros too: a view of newest values must not show those of an older step.
+        metrics |= {f"lag_hist/{lag}": float(known_lags.count(lag)) for lag in range(most + 1)}
     metrics |= _source_metrics(groups, sources, has_rewards=bool(known_lags))
     return metrics, lags
 
