@@ -27,12 +27,9 @@ from .openai_chat import json_text
 from .session import CLIENT_NAMES, Answer, RequestFault, TurnRequest
 
 _TYPES = {
-    "auth": "authentication_error",
-    "not-found": "not_found_error",
-    "too-large": "request_too_large",
-    "busy": "overloaded_error",
-    "engine": "api_error",
-}
+    "auth": "authentication_error", "not-found": "not_found_error", "too-large": "request_too_large",
+    "busy": "overloaded_error", "engine": "api_error",
+}  # fmt: skip
 
 
 def anthropic_fault(fault: RequestFault) -> dict[str, Any]:

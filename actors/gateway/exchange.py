@@ -66,14 +66,8 @@ class Exchange(ABC):
 
 
 STATUS: Mapping[str, int] = {
-    "invalid": 400,
-    "auth": 401,
-    "not-found": 404,
-    "too-large": 413,
-    "too-long": 400,
-    "busy": 503,
-    "engine": 503,
-}
+    "invalid": 400, "auth": 401, "not-found": 404, "too-large": 413, "too-long": 400, "busy": 503, "engine": 503,
+}  # fmt: skip
 """By the kind of a fault."""
 
 

@@ -124,19 +124,14 @@ class WandbSink(Tracker):
     name = "wandb"
 
     def __init__(
-        self,
-        project: str = "",
-        entity: str = "",
-        group: str = "",
-        tags: tuple[str, ...] | list[str] = (),
+        self, project: str = "", entity: str = "", group: str = "", tags: tuple[str, ...] | list[str] = (),
         mode: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`mode`: online, offline or disabled; empty: what WANDB_MODE says, offline without it."""
         super().__init__()
         if mode not in ("", "online", "offline", "disabled"):
             raise ConfigError(f"monitor.options.wandb: mode = {mode!r}", remedy="take online, offline or disabled")
-        self._project = project
-        self._group = group
+        self._project, self._group = project, group
         self._settings = {"entity": entity or None, "tags": list(tags) or None}
         self._mode = mode
         self._run: Any = None
@@ -149,17 +144,11 @@ class WandbSink(Tracker):
         note = context.run_dir / "wandb.run_id"
         run_id = None if mode == "offline" else _noted(note)
         self._run = wandb.init(
-            id=run_id,
-            resume="allow" if run_id else None,
-            name=context.run_dir.name,
-            group=self._group or (context.run_dir.name if mode == "offline" else None),
-            dir=str(context.run_dir),
-            mode=mode,
-            project=self._project or defaults.project or "myxa",
-            settings=settings,
-            reinit="create_new",
+            id=run_id, resume="allow" if run_id else None, name=context.run_dir.name, dir=str(context.run_dir),
+            group=self._group or (context.run_dir.name if mode == "offline" else None), mode=mode,
+            project=self._project or defaults.project or "myxa", settings=settings, reinit="create_new",
             **self._settings,
-        )
+        )  # fmt: skip
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.config.update(dict(context.settings), allow_val_change=True)
         self._run.define_metric("step")
