@@ -72,6 +72,7 @@ class Agent(AgentContract):
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._meetings: dict[str, tuple[int, socket.socket]] = {}
+        """Gang -> attempt, and what holds the port at which its ranks meet."""
         self._is_stopped = False
 
     @property

@@ -121,7 +121,6 @@ class RunSupervisor(SupervisorContract):
         ranks = [(spec.rank.gang, spec.node) for spec in self._first_actors if spec.rank is not None]
         self._gang_hosts = dict(reversed(ranks))
         self._gang_nodes = {gang: {node for other, node in ranks if other == gang} for gang, _ in ranks}
-        """Gang -> attempt, rendezvous of that attempt's ranks, and what holds its port."""
 
     async def on_start(self) -> None:
         self.ctx.watch("")
