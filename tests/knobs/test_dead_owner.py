@@ -43,7 +43,7 @@ async def test_owners_that_die_in_the_middle_of_a_change(tmp_path: Path) -> None
             assert name in " ".join(made.warnings)
             await room.ended(name)
         await asyncio.gather(*(room.start(name) for name in first_lives))
-        await until(lambda: max(room.trainer.steps) >= made.at, "the boundary")
+        await until(lambda: max(room.trainer.steps, default=-1) >= made.at, "the boundary")
         await hold(NEW)
         for name, pids in first_lives.items():
             second = [use for use in room.uses(name) if use["pid"] not in pids]

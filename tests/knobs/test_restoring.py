@@ -113,7 +113,7 @@ async def test_values_of_actors_that_join_later_and_of_numbers_that_come_later(
     async with open_room(tmp_path, live, 5, beside=beside) as room:
         assert first.desk.values == {"room": 2, "level": "DEBUG"}
         assert restored(room) == [({"room": 2, "level": "DEBUG", "lr": 3e-3}, 5), ({"lr": 4e-3, "clip": 0.3}, 9)]
-        await until(lambda: max(room.trainer.steps) > 9, "the number that was still to come")
+        await until(lambda: max(room.trainer.steps, default=-1) > 9, "the number that was still to come")
         assert {n: (v["lr"], v["clip"]) for n, v in room.trainer.steps.items() if 5 <= n <= 9} == {
             **dict.fromkeys(range(5, 9), (3e-3, 0.2)),
             9: (4e-3, 0.3),
@@ -203,5 +203,5 @@ async def test_a_value_for_a_time_goes_back_after_a_resume_and_undo_leaves_what_
         assert "no change to take back" in (await room.ref.undo(WHO, "", 0)).refused
         assert engine.desk.values["level"] == "DEBUG"
         await until(lambda: engine.desk.values["room"] == 5, "its time is over")
-        await until(lambda: max(room.trainer.steps) > 9, "the steps are over")
+        await until(lambda: max(room.trainer.steps, default=-1) > 9, "the steps are over")
         assert [room.trainer.steps[n]["lr"] for n in range(5, 11)] == [2e-3] * 4 + [1e-3] * 2
