@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..core.errors import LaunchError
-from ..core.process import die_with_parent
+from ..core.process import SCHEDULERS, die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.02
@@ -38,7 +38,6 @@ OOM_SCORE_ADJ = 500
 """Where memory runs out, the kernel is to take the worker and its tools, not the actor with its engine."""
 _ORPHANED = signal.SIGHUP
 _WATCHED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, _ORPHANED})
-_SCHEDULERS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 SERVER = "--server"
 
 
@@ -48,14 +47,16 @@ def keep(parent_pid: int, grace_s: float, tidy: Callable[[], None], *, is_server
 
     Raises LaunchError where the kernel refuses.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED | _SCHEDULERS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED.union(SCHEDULERS))
     die_with_parent(parent_pid, _ORPHANED)
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0) != 0:
         raise LaunchError("prctl(PR_SET_CHILD_SUBREAPER) failed", remedy="allow prctl in the container's policy")
     subreaper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED - _SCHEDULERS if is_server else _WATCHED | _SCHEDULERS)
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, _WATCHED.difference(SCHEDULERS) if is_server else _WATCHED.union(SCHEDULERS)
+        )
         die_with_parent(subreaper)
         return
     status = _until_end(worker, parent_pid, grace_s)
@@ -144,7 +145,7 @@ def run(program: list[str]) -> None:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-        for scheduled in _SCHEDULERS:
+        for scheduled in SCHEDULERS:
             signal.signal(scheduled, pass_by)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ))

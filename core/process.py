@@ -17,6 +17,8 @@ from pathlib import Path
 
 from .errors import LaunchError
 
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send: an orderly end after it is no failure. They may send it to every process of a job."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -89,12 +89,21 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64
 MAX_TOKENS = 2**31 - 1
 
 
-def sampling_fault(sampling: SamplingParams) -> tuple[str, str, str] | None:
-    """The first field with a wrong value, what is wrong, said after its name, and the remedy."""
+class SamplingFault(NamedTuple):
+    """A field with a wrong value."""
+
+    field: str
+    fault: str
+    """What is wrong, said after the field's name."""
+    remedy: str
+
+
+def sampling_fault(sampling: SamplingParams) -> SamplingFault | None:
+    """The first one; None: there is none."""
     return next(_type_faults(sampling), None) or next(_range_faults(sampling), None)
 
 
-def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str, str]]:
+def _type_faults(sampling: SamplingParams) -> Iterator[SamplingFault]:
     """Python does not check the types of what user code passes."""
     try:
         msgspec.convert(msgspec.to_builtins(sampling), type(sampling))
@@ -102,7 +111,7 @@ def _type_faults(sampling: SamplingParams) -> Iterator[tuple[str, str, str]]:
         message, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`").partition("[")[0]
         fault = f"is {getattr(sampling, name)!r}"[:120] if name else message
-        yield name, fault, f"use plain values: {message.lower()}"
+        yield SamplingFault(name, fault, f"use plain values: {message.lower()}")
 
 
 _RANGES: tuple[tuple[str, float, float, float | None, str], ...] = (
@@ -118,24 +127,24 @@ _RANGES: tuple[tuple[str, float, float, float | None, str], ...] = (
 """Name, least, most, a value that is right beside them, and what to use. The bounds of penalties are SGLang's."""
 
 
-def _range_faults(sampling: SamplingParams) -> Iterator[tuple[str, str, str]]:
+def _range_faults(sampling: SamplingParams) -> Iterator[SamplingFault]:
     for name, least, most, beside, right in _RANGES:
         value: float = getattr(sampling, name)
         if value != beside and not least <= value <= most:
-            yield name, f"is {value}", f"use {right}"
+            yield SamplingFault(name, f"is {value}", f"use {right}")
     if not 0 <= sampling.min_new_tokens <= sampling.max_new_tokens:
-        yield "min_new_tokens", f"is {sampling.min_new_tokens}", f"use 0 up to {sampling.max_new_tokens}"
+        yield SamplingFault("min_new_tokens", f"is {sampling.min_new_tokens}", f"use 0 up to {sampling.max_new_tokens}")
     if sampling.seed is not None and not MIN_SEED <= sampling.seed <= MAX_SEED:
-        yield "seed", f"has {sampling.seed.bit_length()} bits", "use a number of at most 64 bits"
+        yield SamplingFault("seed", f"has {sampling.seed.bit_length()} bits", "use a number of at most 64 bits")
     yield from _stop_faults(sampling)
 
 
-def _stop_faults(sampling: SamplingParams) -> Iterator[tuple[str, str, str]]:
+def _stop_faults(sampling: SamplingParams) -> Iterator[SamplingFault]:
     remedy = f"at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_BYTES} bytes"
     if len(sampling.stop) > MAX_STOP_STRINGS:
-        yield "stop", f"has {len(sampling.stop)} strings", remedy
+        yield SamplingFault("stop", f"has {len(sampling.stop)} strings", remedy)
     for text in sampling.stop:
         if why := wrong_stop_string(text):
-            yield "stop", f"has {text[:80]!r}, which {why}", remedy
+            yield SamplingFault("stop", f"has {text[:80]!r}, which {why}", remedy)
     if len(sampling.stop_token_ids) > MAX_STOP_IDS:
-        yield "stop_token_ids", f"has {len(sampling.stop_token_ids)}", f"use at most {MAX_STOP_IDS}"
+        yield SamplingFault("stop_token_ids", f"has {len(sampling.stop_token_ids)}", f"use at most {MAX_STOP_IDS}")

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *WARNINGS)
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send: an orderly end after it is no failure. They may send it to every process of a job."""
 CTRL_C = "Ctrl-C"
 TWICE_S = 0.5
 

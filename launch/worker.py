@@ -27,7 +27,7 @@ from ..actors.user_code.functions import Expected, named_code
 from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.errors import ConfigError, LaunchError, MyxaError, UserCodeError
-from ..core.process import die_with_parent
+from ..core.process import SCHEDULERS, die_with_parent
 from ..transport.descriptors import raise_limit
 from ..transport.node import CHOSEN_BY, keep_freed_memory
 from .actor_spec import ActorSpec
@@ -36,7 +36,6 @@ from .nodes.child import ORDERLY_END
 from .nodes.rendezvous import attach_worker
 from .process_actor import LoopWatch, ProcessActor
 from .run_dir import RunDir
-from .stop_signals import SCHEDULERS
 from .worker_spec import SPEC_VARIABLE, ProcessSpec, read_spec
 
 BuildActor = Callable[[ActorSpec, RunConfig, Path], Actor]

@@ -361,8 +361,8 @@ class AgentSession:
         limit = min(params.max_new_tokens, self._sampling.max_new_tokens)
         params = params.for_rest(num_done=0, limit=limit)
         if wrong := sampling_fault(params):
-            name = request.client_names.get(wrong[0], wrong[0])
-            raise RequestFault("invalid", f"{name} {wrong[1]}: {wrong[2]}", param=name)
+            name = request.client_names.get(wrong.field, wrong.field)
+            raise RequestFault("invalid", f"{name} {wrong.fault}: {wrong.remedy}", param=name)
         return params
 
     def _find_line(self, request: TurnRequest, params: SamplingParams) -> tuple[_Line, _History | None]:

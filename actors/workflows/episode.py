@@ -431,7 +431,7 @@ class Episode:
     async def _generate(self, params: SamplingParams) -> Turn:
         if params is not self._model.sampling and (wrong := sampling_fault(params)):
             place = f"workflow: a turn of row {self._prompt.row} is asked for"
-            raise UserCodeError(f"{place}, {wrong[0]} {wrong[1]}", remedy=wrong[2])
+            raise UserCodeError(f"{place}, {wrong.field} {wrong.fault}", remedy=wrong.remedy)
         self._keep_to(params.temperature)
         done = self._next_recorded(is_model=True)
         if done is not None and (end := self._stopped_at(done, params)):

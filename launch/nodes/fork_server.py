@@ -36,10 +36,9 @@ import msgspec
 
 from ...core.config import RunConfig
 from ...core.errors import LaunchError, MyxaError
-from ...core.process import die_with_parent, name_process
+from ...core.process import SCHEDULERS, die_with_parent, name_process
 from ..actor_spec import ActorSpec
 from ..first_failure import read_tail
-from ..stop_signals import SCHEDULERS
 from ..worker_spec import DEFAULT_PROGRAM, SPEC_VARIABLE, WORKER_MODULE, server_env
 from .child import Child, OnExit, start_child
 

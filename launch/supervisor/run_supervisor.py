@@ -30,6 +30,7 @@ from ...core.errors import (
     PeerDied,
     raised_as,
 )
+from ...core.process import SCHEDULERS
 from ...core.refs import with_deadline
 from ...core.supervision import (
     ALIVE,
@@ -61,7 +62,6 @@ from ..contracts import (
 )
 from ..first_failure import CAUSE, Failures
 from ..run_dir import RunDir
-from ..stop_signals import SCHEDULERS
 from ..views.run_view import ActorFacts
 from .membership import Membership
 from .placement import Present, RunActor, RunActors, staff_node

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tests.harness.commands import Command
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import Job, make_job, metrics, worker_pids
+from tests.harness.run_job import make_job, newest_step, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.file import decode_group
@@ -21,12 +21,6 @@ from myxa.actors.ledger.file import decode_group
 pytestmark = pytest.mark.timeout(280)
 
 GAMES = Path(__file__).with_name("games.py")
-
-
-def step(job: Job) -> int:
-    if not job.has("metrics.jsonl"):
-        return 0
-    return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
 
 
 def environment_pids(actor: int) -> list[int]:
@@ -79,7 +73,7 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
     )  # fmt: skip
     try:
         for done in range(1, 4):
-            wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
+            wait_until(lambda done=done: process.poll() is not None or newest_step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
             actor, workers = working(process)
             seen.update(workers)

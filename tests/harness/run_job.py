@@ -129,6 +129,13 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return _whole_lines(run_dir / "metrics.jsonl")
 
 
+def newest_step(job: Job) -> int:
+    """Of the newest run; 0: it has made none."""
+    if not job.has("metrics.jsonl"):
+        return 0
+    return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
+
+
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """All events of a kind."""
     path = run_dir / "events.jsonl"

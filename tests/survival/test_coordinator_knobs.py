@@ -57,9 +57,9 @@ async def test_a_change_that_was_not_decided_is_none_and_one_that_was_is_made(tm
         await room.start("rollout/2", "judges-late")
         change = asyncio.ensure_future(_outcome(room.change(**NEW)))
         await until(room.uses_file("rollout/2").with_suffix(".asked").exists, "the one that judges late was asked")
-        stood_at = max(room.trainer.steps, default=-1)
+        stood_at = max(room.trainer.steps)
         await asyncio.sleep(0.5)
-        assert max(room.trainer.steps, default=-1) <= stood_at + 1, "no step is made that the change may be meant for"
+        assert max(room.trainer.steps) <= stood_at + 1, "no step is made that the change may be meant for"
         await room.kill()
         assert await change is None
         await room.again()
@@ -107,7 +107,7 @@ async def _changes_for_a_time_end_although_their_coordinator_is_gone(room: Room)
     await room.again()
     assert (await room.ref.knob_table()).reverts["lr"] == f"at version {steps.at + 40}"
     await _all_have(room, {"room": 8})
-    await until(lambda: max(room.trainer.steps, default=-1) > steps.at + 45, "the way back")
+    await until(lambda: max(room.trainer.steps) > steps.at + 45, "the way back")
     used = [version for version, values in room.trainer.steps.items() if values["lr"] == 2e-3 and version >= steps.at]
     assert (min(used), max(used)) == (steps.at, steps.at + 39)
     assert [r.verb for r in read_audit(room.audit) if r.result == "done"].count("expire") == 2
@@ -124,8 +124,8 @@ async def _thrown_back(room: Room, version: int) -> Trainer:
 
 async def _a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_was_killed(room: Room) -> None:
     changed = await room.change(lr=2e-3)
-    await until(lambda: max(room.trainer.steps, default=-1) > changed.at + 3, "the change in force")
-    come_to = max(room.trainer.steps, default=-1)
+    await until(lambda: max(room.trainer.steps) > changed.at + 3, "the change in force")
+    come_to = max(room.trainer.steps)
     later = await room.change(clip=0.3, not_before=come_to + 40)
     assert later.at == come_to + 40
     trainer = await _thrown_back(room, changed.at - 1)
@@ -135,7 +135,7 @@ async def _a_trainer_that_falls_back_takes_its_coordinator_along_even_if_that_wa
     await room.kill()
     trainer = await _thrown_back(room, changed.at - 1)
     await room.again()
-    await until(lambda: bool(trainer.steps) and max(trainer.steps, default=-1) > later.at, "the later change")
+    await until(lambda: max(trainer.steps, default=-1) > later.at, "the later change")
     assert min(trainer.steps) == changed.at - 1
     assert trainer.num_starts == 1
     assert {values["lr"] for values in trainer.steps.values()} == {2e-3}, "from its first step on"

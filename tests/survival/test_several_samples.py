@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import Job, make_job, metrics, worker_pids
+from tests.harness.run_job import make_job, newest_step, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.ledger.file import decode_group
@@ -19,12 +19,6 @@ from myxa.actors.ledger.file import decode_group
 pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sub_agents" / "sub_agents.py"
-
-
-def step(job: Job) -> int:
-    if not job.has("metrics.jsonl"):
-        return 0
-    return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
 
 
 def check_whole_rollouts(ledger: Path) -> int:
@@ -48,7 +42,7 @@ def test_rollouts_of_several_samples_outlive_their_actor(tmp_path: Path) -> None
     )  # fmt: skip
     try:
         for done in (2, 5):
-            wait_until(lambda done=done: process.poll() is not None or step(job) >= done, f"step {done}")
+            wait_until(lambda done=done: process.poll() is not None or newest_step(job) >= done, f"step {done}")
             assert process.poll() is None, process.communicate()[0]
             wait_until(lambda: worker_pids(process.pid, "rollout/0"), "the actor, or its next life")
             os.kill(worker_pids(process.pid, "rollout/0")[0], signal.SIGKILL)

@@ -108,7 +108,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_length: 
             remedy="encode the prompt with the tokenizer of the engine's own model folder",
         )
     if wrong := sampling_fault(sampling):
-        raise RequestRefused(f"{name}: {wrong[0]} {wrong[1]}", remedy=wrong[2])
+        raise RequestRefused(f"{name}: {wrong.field} {wrong.fault}", remedy=wrong.remedy)
     outside = [i for i in sampling.stop_token_ids if not 0 <= i < vocab_size]
     if outside:
         raise RequestRefused(
