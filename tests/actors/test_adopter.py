@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from tests.harness.manifests import join, manifest_of
+from tests.harness.manual_clock import ManualClock
 from tests.harness.waiting import until
 from tests.harness.waits import waits
 
@@ -20,7 +21,6 @@ from myxa.actors.weights import rollout_update as module
 from myxa.actors.weights.rollout_update import Adopter, Adoption, AdoptionLimits
 from myxa.core.activity import ActivityMeter, TelemetryBuffer
 from myxa.core.actor import Actor
-from myxa.core.clock import SystemClock
 from myxa.core.errors import Overloaded, TrainError
 from myxa.core.messages import WeightAck, WeightManifest
 from myxa.core.weight_channel import WeightProgress
@@ -28,6 +28,8 @@ from myxa.transport.node import Node
 
 MANY = 1000
 """Calls that fail, more than a test waits for."""
+ANSWER_S = 0.02
+"""How long an engine takes to answer."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +68,9 @@ class ToyRollout(RolloutContract):
         return await self._answer(version) if self.at_commit else self.ack(version)
 
     async def _answer(self, version: int) -> WeightAck:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(ANSWER_S)
         await self.gate.wait()
+        self._floor.clock.advance(ANSWER_S)
         return self.refusals.pop(0) if self.refusals else self.ack(version)
 
     def ack(self, version: int, reason: str = "", *, is_whole: bool = False) -> WeightAck:
@@ -107,6 +110,8 @@ class Floor:
     adopter: Adopter
     telemetry: TelemetryBuffer
     trainer: ToyTrainer
+    clock: ManualClock
+    """The adopter's, for refusals and stalls: it moves by answers, and by the test."""
     rollouts: list[ToyRollout] = field(default_factory=list)
     busy: set[str] = field(default_factory=set)
     most_busy: int = 0
@@ -137,14 +142,14 @@ async def floor_of(
 ) -> AsyncIterator[Floor]:
     node = await Node.attach(name="adopter-floor")
     try:
-        host, trainer, clock = Actor(), ToyTrainer(), SystemClock()
+        host, trainer, clock = Actor(), ToyTrainer(), ManualClock()
         await node.start(host, name="coordinator")
         await node.start(trainer, name="trainer/0")
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)
         adopter = Adopter(
             Reporter(host.ctx, ActivityMeter("floor", clock), telemetry), adoption, limits=AdoptionLimits(prepare_s=prepare_s, commit_s=5.0, stall_s=stall_s),
         )  # fmt: skip
-        floor = Floor(node, adoption, adopter, telemetry, trainer)
+        floor = Floor(node, adoption, adopter, telemetry, trainer, clock)
         for _ in range(num_engines):
             await floor.add()
         yield floor
@@ -168,7 +173,11 @@ async def test_an_engine_that_stands_still_is_named_with_its_place_and_the_other
         stands = floor.rollouts[0]
         stands.gate.clear()
         stands.progress = WeightProgress(at="receive bucket 2 of 5 from trainer/3", num_done=2, is_counted=True)
-        await floor.adopt(0)
+        floor.publish(0)
+        adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
+        await until(lambda: stands.num_asked >= 2, "it says where it is")
+        floor.clock.advance(0.4)
+        await adopting
         assert floor.adoption.serving == {"rollout/1": 0, "rollout/2": 0}
         await until(lambda: bool(stands.fenced), "it is told")
         (reason,) = stands.fenced
@@ -193,14 +202,19 @@ async def test_with_room_for_two_nobody_waits_for_the_one_that_stands_still() ->
 
 
 async def test_one_that_moves_or_cannot_be_counted_has_until_the_deadline() -> None:
-    async with floor_of(2, at_once=2, stall_s=0.15, prepare_s=0.6) as floor:
+    async with floor_of(2, at_once=2, stall_s=0.15, prepare_s=2.0) as floor:
         slow, silent = floor.rollouts
         slow.gate.clear()
         silent.gate.clear()
         silent.progress = WeightProgress(at="the server reads /folder")
         floor.publish(0)
         adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
-        await asyncio.sleep(0.4)
+        for _ in range(4):
+            floor.clock.advance(0.1)
+            asked = slow.num_asked, silent.num_asked
+            await until(
+                lambda asked=asked: slow.num_asked > asked[0] + 1 and silent.num_asked > asked[1] + 1, "they are asked"
+            )
         assert not slow.fenced and not silent.fenced
         slow.gate.set()
         await adopting
@@ -257,10 +271,10 @@ async def test_what_a_trainer_offered_that_has_ended_is_not_held_against_an_engi
     async with floor_of(1) as floor:
         engine = floor.rollouts[0]
         floor.adoption.trainer_ended(4)
-        engine.refusals = [engine.ack(0, "the slab is gone", is_whole=True) for _ in range(9999)]
+        engine.refusals = [engine.ack(0, "the slab is gone", is_whole=True) for _ in range(MANY)]
         floor.publish(0, lineage=4)
         adopting = asyncio.ensure_future(floor.adopter.adopt_pending())
-        await asyncio.sleep(0.4)  # for longer than refusals are borne
+        await until(lambda: len(engine.refusals) < MANY - 20, "it refuses for longer than refusals are borne")
         assert not engine.fenced
         engine.refusals.clear()
         floor.publish(0, lineage=5)

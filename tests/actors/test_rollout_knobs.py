@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.actors.data_floor import PER_TURN, GateEngine, data_floor
 from tests.harness.waiting import WAIT_S, until
 
@@ -57,11 +58,19 @@ async def test_more_room_is_used_at_once_and_less_lets_groups_end(tmp_path: Path
         assert (await floor.buffer.stats()).dropped == {}
 
 
-async def test_work_that_was_on_its_way_when_the_room_went_is_handed_back(tmp_path: Path) -> None:
+async def test_work_that_was_on_its_way_when_the_room_went_is_handed_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with data_floor(tmp_path, batch_size=8) as floor:
         await floor.pause()
+        asked, waits = list[int](), floor.buffer_actor._groups.waits
+        monkeypatch.setattr(
+            floor.buffer_actor._groups,
+            "waits",
+            lambda request, why: asked.append(request.max_groups) or waits(request, why),
+        )
         engine = await floor.add(max_groups=6)
-        await asyncio.sleep(0.1)  # it waits in a draw for six groups
+        await until(lambda: 6 in asked, "it waits in a draw for six groups")
         await floor.change("rollout/0", 2, concurrency=2)
         await floor.pause(-1)
         await until(lambda: engine.open == 4, "two groups")

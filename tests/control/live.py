@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.commands import Command, run
-from tests.harness.run_job import Job, make_job
+from tests.harness.run_job import Job, make_job, newest_step
 from tests.harness.waiting import wait_until
 
 ENDLESS = ("run.num_steps=1000000", 'eval.data="data/heldout.jsonl"')
@@ -88,7 +88,4 @@ def is_spoken_to(live: Live) -> bool:
 
 def made_steps(live: Live, steps: int) -> bool:
     assert live.launcher.poll() is None, live.launcher.communicate()[0]
-    if not live.job.has("metrics.jsonl") or not (live.run_dir / "metrics.jsonl").exists():
-        return False
-    lines = (live.run_dir / "metrics.jsonl").read_text().splitlines()
-    return any('"train/loss"' in line and json.loads(line)["step"] >= steps for line in lines if line.endswith("}"))
+    return newest_step(live.job) >= steps

@@ -217,7 +217,7 @@ async def test_a_silent_worker_is_killed_and_its_sessions_are_tried_in_another(t
         assert group.rewards.tolist() == [1.5, 1.5]
         assert "said nothing for 2 s" in made.told[0][1]
         gone = {int(line.rsplit(" ", 1)[1]) for line in made.lines("stop step")}
-        assert not any(psutil.pid_exists(pid) for pid in gone)
+        await until(lambda: not any(map(psutil.pid_exists, gone)), "they have ended")
 
 
 async def test_the_number_of_workers_is_live(tmp_path: Path) -> None:

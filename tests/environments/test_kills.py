@@ -92,6 +92,6 @@ def test_a_run_outlives_its_environments_workers_and_their_actor(tmp_path: Path)
     assert found.problems == ()
     assert set(found.trained.values()) == {1}
     assert num_groups > 0 and len(seen) > 2
-    assert not any(map(psutil.pid_exists, seen))
+    wait_until(lambda: not any(map(psutil.pid_exists, seen)), "no worker survives the run")
     replays = [line.split() for line in (tmp_path / "log").read_text().splitlines() if line.startswith("reset")]
     assert {is_replay for _, _, attempt, is_replay, _ in replays if attempt != "0"} == {"True"}

@@ -125,7 +125,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All metric points."""
+    """All metric points; none, where the run has not begun to write."""
     return _whole_lines(run_dir / "metrics.jsonl")
 
 
@@ -138,13 +138,13 @@ def newest_step(job: Job) -> int:
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """All events of a kind."""
-    path = run_dir / "events.jsonl"
-    return [event for event in (_whole_lines(path) if path.exists() else []) if event["kind"] == kind]
+    return [event for event in _whole_lines(run_dir / "events.jsonl") if event["kind"] == kind]
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Of a file that a run may be writing: its last line may be half there."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Of a file that a run may be writing: it may not be there yet, and its last line may be half there."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def worker_pids(launcher_pid: int, name: str) -> list[int]:
