@@ -152,7 +152,7 @@ async def pair(folder: Path, *, tcp: bool = False) -> AsyncIterator[tuple[Node, 
     far = await Node.attach(name="far", rdzv=host.rendezvous, key=key, node_rank=1 if tcp else 0)
     try:
         await far.start(Depot(folder / "stock"), "depot")
-        await near.wait_for("depot", timeout_s=5)
+        await near.wait_for("depot", timeout_s=20)
         yield near, far
     finally:
         for node in (far, near, host):

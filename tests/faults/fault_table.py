@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.faults.operations import Plan
 
@@ -60,7 +60,9 @@ def never(*outcomes: str, within_s: float) -> Cell:
 
 HASTY = Plan(deadline_s=1.2, bulk_s=1.2, patient_s=8.0, join_s=1.2)
 """Calls give up while the hole is open; a put, which is repeated, outlives it."""
-UNDER_WAY = Plan(busy_s=0.6, deadline_s=4.0, bulk_s=2.5, join_s=10.0)
+UNDER_WAY = Plan(busy_s=0.6, join_s=10.0)
+BULK_LATE = replace(UNDER_WAY, bulk_s=2.5)
+"""Of rows in which an array that is under way is not answered."""
 
 _HOLE_S = 2.0
 _BULK_LATE = never("DeadlineExceeded", within_s=3.0)
@@ -79,13 +81,13 @@ NETWORK: dict[str, Fault] = {
     "bandwidth": Fault("bandwidth of 1 MB/s", cells(4.0)),
     "slicer": Fault("TCP segments of 1 to 1000 bytes", cells(3.0)),
     "cut": Fault("connections reset after 200 kB each", cells(3.0, bulk=_BULK_LATE), Plan(bulk_s=2.5)),
-    "reset of requests": Fault("RST on the connection that carries requests", _BROKEN, UNDER_WAY, strikes=True),
+    "reset of requests": Fault("RST on the connection that carries requests", _BROKEN, BULK_LATE, strikes=True),
     "reset of answers": Fault(
         "RST on the connection that carries answers", cells(3.0, join=None), UNDER_WAY, strikes=True
     ),
     **{
         f"half-close, {side}": Fault(
-            f"FIN towards the {side}, the other direction stays open", _BROKEN, UNDER_WAY, strikes=True
+            f"FIN towards the {side}, the other direction stays open", _BROKEN, BULK_LATE, strikes=True
         )
         for side in ("callee", "caller")
     },

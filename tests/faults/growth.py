@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.harness.waiting import until
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,13 @@ def held() -> Held:
     return Held(
         Counter(f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in gc.get_objects()),
         process.memory_info().rss,
-        len(list(Path("/proc/self/fd").iterdir())),
+        num_fds(),
         process.num_threads(),
     )
+
+
+def num_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def growth(before: Held, after: Held) -> str:
@@ -69,4 +74,6 @@ async def check_work(
     before = held()
     await work(many)
     await asyncio.sleep(rest_s)
+    with contextlib.suppress(AssertionError):  # libzmq closes descriptors and ends threads a little later
+        await until(lambda: num_fds() <= before.num_fds and psutil.Process().num_threads() <= before.num_threads)
     check_flat(before, held(), **limits)

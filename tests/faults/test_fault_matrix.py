@@ -76,9 +76,9 @@ async def test_calls_work_in_both_directions_after_one_side_gave_the_other_up(tm
     caplog.set_level(logging.CRITICAL, "myxa")
     async with pair(tmp_path) as (near, far):
         await near.start(Depot(tmp_path / "near"), "near-depot")
-        await far.wait_for("near-depot", timeout_s=5)
-        there = with_deadline(near.ref(DepotContract, "depot"), 3.0)
-        back = with_deadline(far.ref(DepotContract, "near-depot"), 3.0)
+        await far.wait_for("near-depot", timeout_s=20)
+        there = with_deadline(near.ref(DepotContract, "depot"), 10.0)
+        back = with_deadline(far.ref(DepotContract, "near-depot"), 10.0)
         await there.whoami()
         await back.whoami()
         for first, second in ((there, back), (back, there)):

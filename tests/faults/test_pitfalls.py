@@ -18,6 +18,7 @@ import uvloop
 import zmq
 from tests.faults.depot import Depot, DepotContract, pair
 from tests.faults.growth import check_flat, check_work, held
+from tests.harness.waiting import until
 
 from myxa.core.errors import CallError
 from myxa.core.refs import with_deadline
@@ -133,8 +134,7 @@ async def test_cancelling_at_any_moment_costs_nobody_elses_message(tmp_path):
             others = [tasks.create_task(steady()) for _ in range(4)]
             while not all(task.done() for task in others):
                 await hasty()
-        await asyncio.sleep(0.2)
-        assert len(near._session.calls) == 1
+        await until(lambda: len(near._session.calls) == 1, "the end of all calls but the mirror's")
 
 
 async def test_a_burst_of_answers_leaves_room_for_other_tasks(tmp_path):

@@ -14,6 +14,7 @@ import httpx2 as httpx
 import pytest
 import pytest_asyncio
 from tests.gateway.scripted import Says, serving, session_of
+from tests.harness.waiting import until
 from tests.workflows.chat_models import QWEN3
 
 from myxa.actors.gateway.server import Gateway
@@ -289,7 +290,7 @@ async def test_more_requests_than_a_session_may_have(victim: Victim) -> None:
     key = victim.gateway.open(session_of(says))
     bodies = [{"messages": [{"role": "user", "content": str(at)}], "n": 100} for at in range(6)]
     asked = [asyncio.ensure_future(victim.post("/v1/chat/completions", body, key)) for body in bodies]
-    await asyncio.sleep(0.5)
+    await until(lambda: sum(one.done() for one in asked) == 4, "all but two are refused")
     says.may_go.set()
     answers = await asyncio.gather(*asked)
     assert sorted(answer.status_code for answer in answers) == [200] * 2 + [503] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shlex
 import socket
 import sys
@@ -173,12 +174,11 @@ async def test_a_program_that_asks_nothing(tmp_path: Path) -> None:
 
 
 async def test_nothing_of_a_program_outlives_its_rollout(tmp_path: Path) -> None:
-    code = (
-        "import subprocess; subprocess.Popen(['sleep', '77.125'], start_new_session=True); import time; time.sleep(60)"
-    )
+    seconds = f"77.{os.getpid():07d}"  # other suites of the machine have another number
+    code = f"import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True); import time; time.sleep(60)"
     with pytest.raises(MemberFailed):
         await programmed(tmp_path, code, run_s=2.0)
-    assert not [one for one in psutil.process_iter(["cmdline"]) if "77.125" in (one.info["cmdline"] or ())]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if seconds in (one.info["cmdline"] or ())]
 
 
 async def test_an_engine_that_fails_ends_the_program_and_keeps_the_cause(tmp_path: Path) -> None:

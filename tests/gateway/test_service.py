@@ -16,7 +16,6 @@ from tests.gateway.test_agent import ROW, context, running
 from tests.harness.waiting import until
 from tests.workflows.chat_models import QWEN3
 
-from myxa.actors.gateway.agent import AgentWorkflow
 from myxa.core.errors import MemberFailed
 from myxa.core.samples import Sample
 
@@ -26,8 +25,8 @@ Act = Callable[["Client"], Awaitable[None]]
 class Client:
     """Of one task."""
 
-    def __init__(self, task: dict[str, Any], http: httpx.AsyncClient) -> None:
-        self.task, self.http = task, http
+    def __init__(self, task: dict[str, Any], http: httpx.AsyncClient, rollout: asyncio.Future[Any]) -> None:
+        self.task, self.http, self.rollout = task, http, rollout
 
     async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.task['key']}"}
@@ -48,7 +47,7 @@ async def played(act: Act, says: Says | None = None, **options: Any) -> tuple[Sa
         try:
             headers = {"Authorization": f"Bearer {place.tasks_key}"}
             task = (await http.post(f"{place.base_url}/v1/tasks/next", headers=headers)).json()
-            await act(Client(task, http))
+            await act(Client(task, http, rollout))
             async with asyncio.timeout(20):
                 return await rollout
         finally:
@@ -64,7 +63,7 @@ async def test_rewards_said_twice_and_after_the_end() -> None:
         for reward in (0.25, 0.5):
             assert (await client.post("/v1/session/reward", {"reward": reward})).status_code == 200
         assert (await client.post("/v1/session/end", {})).status_code == 200
-        await asyncio.sleep(0.2)
+        await asyncio.wait([client.rollout])
         for path in ("/v1/session/reward", "/v1/session/end"):
             late.append((await client.post(path, {"reward": 1.0})).status_code)
 
@@ -123,7 +122,7 @@ async def test_two_services_with_one_task() -> None:
         await asyncio.gather(client.ask(), client.ask())
         for reward in (0.5, 1.0):
             ends.append((await client.post("/v1/session/end", {"reward": reward})).status_code)
-            await asyncio.sleep(0.1)
+            await asyncio.wait([client.rollout])
 
     samples = await played(act, says)
     assert ends == [200, 401]
@@ -148,9 +147,9 @@ async def test_a_service_that_leaves_while_it_polls_takes_no_task_with_it() -> N
         headers = {"Authorization": f"Bearer {place.tasks_key}"}
         url = f"{place.base_url}/v1/tasks/next"
         with pytest.raises(httpx.ReadTimeout):
-            await http.post(url, headers=headers, timeout=0.3)
+            await http.post(url, headers=headers, timeout=httpx.Timeout(30, read=0.3))
         rollout = asyncio.ensure_future(workflow(context(says), ROW))
-        client = Client((await http.post(url, headers=headers)).json(), http)
+        client = Client((await http.post(url, headers=headers)).json(), http, rollout)
         await client.ask()
         await client.post("/v1/session/end", {"reward": 1.0})
         (sample,) = await rollout
@@ -158,12 +157,12 @@ async def test_a_service_that_leaves_while_it_polls_takes_no_task_with_it() -> N
 
 
 @asynccontextmanager
-async def pushed_to(port: int, workflow: AgentWorkflow, seen: list[str]) -> AsyncGenerator[None]:
+async def pushed_to(place: socket.socket, seen: list[str]) -> AsyncGenerator[None]:
     acting: set[asyncio.Task[None]] = set()
 
     async def act(task: dict[str, Any]) -> None:
         async with httpx.AsyncClient(timeout=30) as http:
-            client = Client(task, http)
+            client = Client(task, http, rollout=asyncio.Future())
             await client.ask()
             await client.post("/v1/session/end", {"reward": 1.0})
 
@@ -179,7 +178,7 @@ async def pushed_to(port: int, workflow: AgentWorkflow, seen: list[str]) -> Asyn
     app.router.add_post("/", take)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.SockSite(runner, place).start()
     try:
         yield
     finally:
@@ -188,16 +187,15 @@ async def pushed_to(port: int, workflow: AgentWorkflow, seen: list[str]) -> Asyn
 
 
 async def test_a_service_that_is_away_at_first_and_forgets_that_it_took_the_task() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     seen: list[str] = []
     says = Says(QWEN3, lambda prompt: "hello")
-    async with running(url=f"http://127.0.0.1:{port}/") as workflow:
+    place = socket.socket()  # it refuses connections until somebody listens
+    place.bind(("127.0.0.1", 0))
+    async with running(url=f"http://127.0.0.1:{place.getsockname()[1]}/") as workflow:
         rollout = asyncio.ensure_future(workflow(context(says), ROW))
         await asyncio.sleep(0.3)
         assert not rollout.done()
-        async with pushed_to(port, workflow, seen), asyncio.timeout(20):
+        async with pushed_to(place, seen), asyncio.timeout(20):
             (sample,) = await rollout
     assert sample.reward == 1.0
     assert 1 <= len(seen) <= 2 and len(set(seen)) == 1
@@ -216,7 +214,7 @@ async def test_a_session_that_ends_while_a_body_comes() -> None:
         body = b'{"messages": [{"role": "user", "content": "late"}]}'
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:10])
         await client.post("/v1/session/end", {"reward": 1.0})
-        await asyncio.sleep(0.3)
+        await asyncio.wait([client.rollout])
         writer.write(body[10:])
         late.append(await reader.readline())
         writer.close()

@@ -40,7 +40,7 @@ class Repo:
     """Bytes of a file's answer after which the connection breaks, while `num_cuts` lasts."""
     num_cuts: int = 0
     pause_s: float = 0.0
-    """Between two pieces of a file."""
+    """From one piece of a file to the next one."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Of files that are said to be larger than they are."""
 
@@ -154,6 +154,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command != "GET":
                 return
+            due_s = time.monotonic()
             for at in range(first, len(body), PIECE):
                 if 0 <= repo.cut_after <= at - first and repo.num_cuts > 0:
                     repo.num_cuts -= 1
@@ -165,7 +166,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     return  # it has given up
                 if repo.pause_s:
                     self.wfile.flush()
-                    time.sleep(repo.pause_s)
+                    due_s += repo.pause_s  # so that one that lasted too long does not slow the whole
+                    time.sleep(max(0.0, due_s - time.monotonic()))
 
         do_HEAD = do_GET
 

@@ -269,7 +269,7 @@ def command_in_readme() -> tuple[dict[str, str], list[str]]:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
 
 
@@ -313,7 +313,8 @@ def test_the_fastapi_example_serves_both_its_users_and_the_run(run: Run, tmp_pat
     assert run.query("SELECT * FROM groups WHERE rollout = ? AND state = 'DISPATCHED'", own) == []
     num_steps = run.steps
     wait_until(lambda: run.steps >= num_steps + 2, "the run going on without the service")
-    assert any(e["text"].startswith(own) and "closed" in e["text"] for e in events(run.folder, "engine-gone"))
+    gone = lambda: [e["text"] for e in events(run.folder, "engine-gone") if e["text"].startswith(own)]  # noqa: E731
+    wait_until(lambda: any("closed" in text for text in gone()), "the event")
 
 
 async def test_when_the_run_ends_the_actor_leaves_and_the_books_are_clean(run: Run) -> None:

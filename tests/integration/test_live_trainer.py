@@ -122,6 +122,7 @@ async def test_where_engines_and_trainer_take_turns_everybody_may_die_and_checkp
         assert {tenant["gang"] for tenant in device["tenants"]} == {"trainer", "rollout"}
         with Sampler(process.pid) as sampler:
             goes_on(job, 4)
+            wait_until(lambda: sampler.num_looks > 10, "looks at the device")
         assert not events(run_dir, "lease-refused")
         gap = a_monitor_stops_and_dies(job, process.pid)
         os.kill(worker_pids(process.pid, "memory/0")[-1], signal.SIGKILL)

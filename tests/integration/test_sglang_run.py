@@ -20,11 +20,11 @@ LAUNCHES = ('roles.rollout.kind="sglang"', "sglang.stream_interval=4", "async.ma
 
 def servers_of(run_dir: Path, folder: str) -> list[psutil.Process]:
     found: list[psutil.Process] = []
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter(["cmdline", "create_time"]):
         words = process.info["cmdline"] or []
         if "sglang.launch_server" in words and f"--model-path={run_dir.parents[1] / folder}" in words:
             found.append(process)
-    return found
+    return sorted(found, key=lambda one: one.info["create_time"])  # numbers of processes begin anew some day
 
 
 def compared(run_dir: Path) -> dict[int, float]:

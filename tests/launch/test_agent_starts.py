@@ -119,7 +119,7 @@ async def test_a_loop_that_takes_no_more_descriptors_leaves_no_process_and_no_de
         with pytest.raises(LaunchError, match="rollout/0 cannot be watched: No space"):
             start_child("rollout/0", 0, command, env={}, log_path=tmp_path / "log", on_exit=lambda c, s: None)
     assert not [child for child in psutil.Process().children() if "sleep" in child.name()]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before, "what an earlier test left may be closed meanwhile"
 
 
 async def test_a_full_disk_or_a_log_that_cannot_be_opened_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

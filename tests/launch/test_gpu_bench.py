@@ -215,7 +215,7 @@ def test_a_command_past_its_limit_is_ended_with_all_it_started(tmp_path: Path) -
     command = f"setsid sh -c 'echo $$ > {note}; trap \"\" TERM; sleep 300' & sleep 300"
     started_s = time.monotonic()
     done = subprocess.run(
-        [sys.executable, GPU / "limited.py", "1", "sh", "-c", command], capture_output=True, timeout=60, check=False
+        [sys.executable, GPU / "limited.py", "3", "sh", "-c", command], capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 124
     assert time.monotonic() - started_s < 40

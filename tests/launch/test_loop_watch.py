@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from tests.harness.waiting import WAIT_S
 
 from myxa.launch import process_actor
 from myxa.launch.process_actor import LoopWatch
@@ -21,7 +22,9 @@ async def held_up(busy_s: float) -> list[str]:
     watch = LoopWatch(0.3, lines.append, lambda: busy_s)
     watch.start()
     await asyncio.sleep(0.1)
-    time.sleep(1.0)  # noqa: ASYNC251 - that is the point
+    until_s = time.monotonic() + (1.0 if busy_s else WAIT_S)
+    while not lines and time.monotonic() < until_s:
+        time.sleep(0.02)  # noqa: ASYNC251 - that is the point
     await asyncio.sleep(0)
     watch.stop()
     return lines

@@ -144,7 +144,7 @@ class Stuck(Recorder):
 @pytest.mark.parametrize("where", ["open", "write", "close"])
 async def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> None:
     stuck, good = Stuck(where), Recorder("good")
-    sinks = make(tmp_path, stuck, good, max_bundles=10, open_s=0.3)
+    sinks = make(tmp_path, stuck, good, max_bundles=10, open_s=1.0)
     began_s = time.monotonic()
     await sinks.start()
     for index in range(50):
@@ -154,7 +154,7 @@ async def test_a_sink_that_hangs_holds_nobody_up(where: str, tmp_path: Path) -> 
     assert ("sink-slow" in [event.kind for event in good.events]) is (where == "open")
     await sinks.stop(0.3)
     assert good.calls[-1] == "close"
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20, "it hangs for 30"
     stuck.release.set()
     await sinks.stop(10)
     wait_until(lambda: "myxa-sinks" not in [thread.name for thread in threading.enumerate()])

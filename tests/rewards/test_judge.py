@@ -73,7 +73,7 @@ async def test_equal_questions_are_asked_once_and_what_it_costs_is_told() -> Non
 
 async def test_what_may_be_over_soon_and_what_has_no_score_is_asked_again() -> None:
     async def late(request: web.Request) -> web.Response:
-        await asyncio.sleep(2)
+        await asyncio.sleep(4)
         return web.json_response(says("Score: 0"))
 
     async def cut(request: web.Request) -> web.StreamResponse:
@@ -90,7 +90,7 @@ async def test_what_may_be_over_soon_and_what_has_no_score_is_asked_again() -> N
         says("Score: 7"), {"choices": []}, web.Response(body=b"\xff\xfe"), says("Score: 1"),
     ]  # fmt: skip
     server = Server(*replies)
-    async with judging(server, timeout_s=0.5, tries=len(replies)) as made:
+    async with judging(server, timeout_s=1.5, tries=len(replies)) as made:
         assert (await made.score(answer("x"))).value == 1.0
         assert len(server.asked) == len(replies) and made.num_errors == 0
         assert made.gauges()["reward/judge_parse_failures"] == 3

@@ -148,7 +148,7 @@ async def test_the_time_of_calls_is_told_by_what_took_it(tmp_path: Path) -> None
         await asyncio.gather(*(rewards.score(answer("x", group_id=n)) for n in range(4)))
         elapsed_s = time.monotonic() - began_s
         spent = {what: seconds - before[what] for what, seconds in rewards.seconds().items()}
-    assert spent["function"] == pytest.approx(0.8, abs=0.3)
+    assert 0.79 <= spent["function"] <= elapsed_s
     assert spent["queue"] >= 0.2 + 0.4 + 0.6 - 0.05, "for the only worker"
     assert 0.0 < sum(spent.values()) <= 4 * elapsed_s
     async with rewarder("exact") as rewards:

@@ -211,7 +211,7 @@ async def test_hostile_answers_get_nothing_leave_nothing_and_take_their_time_alo
         assert (after.value, scorer.num_errors) == (1.0, 0)
     finally:
         await scorer.close()
-    _, left = await asyncio.to_thread(psutil.wait_procs, strangers(), timeout=10)
+    _, left = await asyncio.to_thread(psutil.wait_procs, strangers(), timeout=40)
     assert left == []
 
 

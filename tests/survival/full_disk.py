@@ -21,7 +21,7 @@ import pytest
 from tests.harness.commands import run as run_command
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import events
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import until, wait_until
 from tests.survival.lives import BATCH, Lives, check_each_once, make_lives
 
 from myxa.actors.coordinator.run_state import CoordinatorJournal, RunState
@@ -76,7 +76,7 @@ def is_full_for_a_while(lives: Lives, ballast: Ballast) -> None:
         ballast.fill()
         return "cannot be written" in asked("ps", run_dir)
 
-    wait_until(is_paused, "a pause that `ps` tells of", timeout_s=15)
+    wait_until(is_paused, "a pause that `ps` tells of")
     for verb in ("ps", "why"):
         said = " ".join(asked(verb, run_dir).split())
         for words in (
@@ -157,6 +157,7 @@ async def journal_waits(folder: Path) -> None:
     assert refusal(caught.value) is not None, caught.value
     told_to = lambda kind, text: told.append((kind, text))  # noqa: E731
     waiting = [asyncio.create_task(until_written(journal.keep, path=path, tell=told_to)) for _ in range(2)]
+    await until(lambda: len(told) == 2, "both are told")
     await asyncio.sleep(0.7)
     assert not any(task.done() for task in waiting)
     assert [kind for kind, _ in told] == ["disk-full"] * 2

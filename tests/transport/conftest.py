@@ -27,11 +27,12 @@ from tests.harness.commands import left_processes
 from tests.harness.inproc import InprocNetwork
 from tests.harness.own_segments import own_segments
 from tests.harness.programs import Program, start_program
+from tests.harness.waiting import until
 
 from myxa.core.actor import Actor
 from myxa.transport.node import JobKey, Node
 
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 CHILD = Path(__file__).parent / "child.py"
 
 
@@ -135,7 +136,7 @@ class World:
         near = await self.join("near")
         far = await self.join("far")
         await far.start(actor, name)
-        await near.wait_for(name, timeout_s=5)
+        await near.wait_for(name, timeout_s=20)
         return near, far
 
     async def child(self, name: str, *args: str) -> Program:
@@ -182,10 +183,5 @@ async def world(kind: str, tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def no_tasks_left() -> None:
-    tasks: list[asyncio.Task[Any]] = []
-    for _ in range(50):
-        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        if not tasks:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"tasks left: {tasks}")
+    mine = {asyncio.current_task()}
+    await until(lambda: asyncio.all_tasks() <= mine, lambda: f"the end of {asyncio.all_tasks() - mine}")

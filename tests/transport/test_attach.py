@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.harness.waiting import until
 from tests.transport.cast_of_actors import Echo
 
 from myxa.core.errors import ConfigError, Draining, EngineError, NoSuchActor
@@ -66,8 +67,7 @@ async def test_background_tasks_end_with_their_actor_and_have_no_deadline():
     node = await Node.attach(name="host")
     ref = await node.start(Busy(), "busy")
     await ref.ping()
-    await asyncio.sleep(0.05)
-    assert seen == [None]
+    await until(lambda: seen == [None])
     await node.close()
     assert seen == [None, "ended"]
 
@@ -135,5 +135,6 @@ async def test_a_process_that_closes_finishes_what_it_has_and_takes_no_more(worl
     assert await under_way == pytest.approx(10, abs=2), "what was accepted is finished"
     await closing
     world.nodes.remove(far)
+    await until(lambda: not near.peers("callee"), "the registry's news of it, which may come after its own farewell")
     with pytest.raises(NoSuchActor, match="not there any more"):
         await ref.ping()

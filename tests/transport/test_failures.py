@@ -47,8 +47,8 @@ async def test_a_killed_callee_fails_its_calls_as_soon_as_its_exit_is_reported(w
     ref = near.ref(Echo, "far")
     assert await ref.ping() == child.pid
     pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
-    await until(lambda: near._session.calls)
-    await asyncio.sleep(0.1)
+    while "asleep" not in await ref.seen():
+        await asyncio.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     status = await child.wait()
     began = time.monotonic()
@@ -68,7 +68,8 @@ async def test_a_killed_callee_is_noticed_without_a_report(world, monkeypatch):
     await near.wait_for("far", timeout_s=20)
     ref = near.ref(Echo, "far")
     pending = asyncio.ensure_future(with_deadline(ref, 30).sleep(30))
-    await asyncio.sleep(0.1)
+    while "asleep" not in await ref.seen():
+        await asyncio.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     await child.wait()
     with pytest.raises(PeerDied, match="no process listens there"):

@@ -326,7 +326,7 @@ async def test_a_finished_group_goes_with_its_last_user(where: str, flows: Path,
             kept = [weakref.ref(one.response_ids) for one in group.samples]
             made.engine.requests.clear()
             del group
-            await until(lambda: not any(ref() is not None for ref in kept), "the end of all tokens", timeout_s=5.0)
+            await until(lambda: not any(ref() is not None for ref in kept), "the end of all tokens")
         finally:
             gc.enable()
 
