@@ -33,7 +33,7 @@ from ...core.errors import ModelError, TrainError
 from ...core.files import read_regular
 from ..checkpoints.folder import Manifest, check_digest, check_model, find_checkpoint, read_manifest
 from ..models.adapters import ADAPTERS, PARTS, adapter_facts, check_facts, file_name, write_adapter
-from ..models.hf_folder import check_tensors, open_weights, read_config, write_folder
+from ..models.hf_folder import open_weights, read_config, write_folder
 from ..models.model_config import EMBEDDING, HEAD, MTP_FAMILIES, ModelConfig
 from ..models.safetensors_file import open_safetensors
 from ..weights.channels.sender import Fp8Rule
@@ -118,11 +118,11 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
     bfloat16, for `weights.served_folder`. Raises ModelError for a bad model folder, for a target that holds something.
     """
     target, config = _empty(folder), read_config(model)
-    with open_weights(model, config) as arrays:
+    with open_weights(model, config, as_stored=True) as arrays:
         is_one = config.model_type in MTP_FAMILIES and config.source.get("num_nextn_predict_layers") == 1
         if is_one and f"model.layers.{config.num_layers}.eh_proj.weight" in arrays:
             config = config.with_mtp()
-            check_tensors(config, arrays, str(model))
+    with open_weights(model, config) as arrays:
         rule = Fp8Rule(frozenset(filter(IN_FP8.search, config.tensor_shapes())), FP8_BLOCK)
         tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
         sent = ((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16, config))) for n, t in tensors)

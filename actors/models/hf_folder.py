@@ -20,16 +20,9 @@ from ...core.errors import ConfigError, ModelError, raised_as
 from ...core.files import read_regular
 from ...core.messages import TensorSpec
 from ...core.protocols import NamedArray
+from .fp8 import SCALE_SUFFIXES, Dequantised, check_scales
 from .model_config import EMBEDDING, HEAD, MAY_DIFFER, ModelConfig, parse_model_config, token_ids
-from .safetensors_file import (
-    FP8,
-    SCALE_SUFFIX,
-    SCALE_TYPES,
-    Dequantised,
-    open_safetensors,
-    parse_json,
-    write_safetensors,
-)
+from .safetensors_file import E8M0, FP8, open_safetensors, parse_json, write_safetensors
 
 if TYPE_CHECKING:
     from ...core.config import CriticConfig  # a tenth of a second and pydantic, which workers of users' code do without
@@ -149,8 +142,8 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 def open_weights(
     folder: str | Path, config: ModelConfig, *, as_stored: bool = False
 ) -> Generator[Mapping[str, NamedArray], None, None]:
-    """All weights by HuggingFace name, as views of the mapped files, valid inside the block; FP8 in blocks is read as
-    bfloat16, unless `as_stored`. Raises ModelError for a missing file, name or a wrong shape."""
+    """All weights by HuggingFace name, as views of the mapped files, valid inside the block; FP8 is read as bfloat16,
+    unless `as_stored`. Raises ModelError for a missing file, name or a wrong shape."""
     root = Path(folder)
     with ExitStack() as stack:
         tensors: dict[str, NamedArray] = {}
@@ -159,8 +152,50 @@ def open_weights(
                 if key in tensors:
                     raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
                 tensors[key] = tensor
+        _take_apart(config, tensors, str(root))
         check_tensors(config, tensors, str(root))
-        yield Dequantised(tensors, config.fp8_block) if config.fp8_block and not as_stored else tensors
+        yield Dequantised(tensors, config.fp8) if config.fp8 and not as_stored else tensors
+
+
+PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj")
+"""Experts of a layer as one tensor."""
+
+
+def _take_apart(config: ModelConfig, tensors: dict[str, NamedArray], place: str) -> None:
+    """Put views under the names of single experts in place of those that transformers 5 wrote as it holds them
+    (`save_original_format=False`): `gate_up_proj` [experts, 2 * inner, hidden], an expert's gate rows first, and
+    `down_proj` [experts, hidden, inner]. Raises ModelError for another shape or a name that comes twice."""
+    inner, hidden = config.moe_intermediate_size, config.hidden_size
+    has_experts = config.num_experts and not config.foreign
+    for name in list(filter(PACKED.fullmatch, tensors if has_experts else ())):
+        stem, kind = name.removesuffix("_proj").rsplit(".", 1)
+        kinds, shape = (("gate", "up"), (inner, hidden)) if kind == "gate_up" else (("down",), (hidden, inner))
+        array, num_parts = tensors.pop(name), config.num_experts * len(kinds)
+        if array.spec.shape != (whole := (config.num_experts, len(kinds) * shape[0], shape[1])):
+            raise ModelError(
+                f"{place}: {name} holds experts as {list(array.spec.shape)}, {list(whole)} is read",
+                remedy="let transformers' save_pretrained write it with save_original_format=True",
+            )
+        size = array.spec.num_bytes // num_parts
+        for number in range(num_parts):
+            key = f"{stem}.{number // len(kinds)}.{kinds[number % len(kinds)]}_proj.weight"
+            if key in tensors:
+                raise ModelError(f"{place}: {key} is in {name} too", remedy="export it again")
+            spec = TensorSpec(name=key, dtype=array.spec.dtype, shape=shape, offset=0, num_bytes=size)
+            tensors[key] = NamedArray(spec=spec, data=array.data[number * size : (number + 1) * size])
+
+
+def check_experts_apart(folder: str) -> None:
+    """Raise ModelError for a folder whose experts SGLang (0.5.17) would leave as they were in memory: it passes names
+    over that it does not know, and loads each expert by its own."""
+    root = Path(folder)
+    specs = _specs(root) if any(root.glob("*.safetensors")) else ()
+    if packed := next(filter(PACKED.fullmatch, specs), ""):
+        raise ModelError(
+            f"{folder}: {packed} holds all experts of a layer, which SGLang does not load",
+            remedy="let transformers' save_pretrained write it with save_original_format=True; or write another in FP8 "
+            "(`myxa convert MODEL FOLDER --dtype fp8`), and name it in weights.served_folder",
+        )
 
 
 def weight_files(root: Path) -> list[str]:
@@ -210,7 +245,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, NamedArray], place:
                 remedy="config and weights must come from the same model",
             )
         if tensor.spec.dtype == FP8:
-            _check_scales(config.fp8_block, tensor.spec, tensors.get(name + SCALE_SUFFIX), place)
+            check_scales(config.fp8, tensor.spec, tensors, place)
     if not config.foreign:
         _check_rest(config, shapes, tensors, place)
 
@@ -237,32 +272,21 @@ def _check_rest(config: ModelConfig, shapes: Mapping[str, Any], tensors: Mapping
         )
 
 
-def _check_scales(block: tuple[int, int] | None, spec: TensorSpec, scales: NamedArray | None, place: str) -> None:
-    """Raise ModelError unless an FP8 matrix has a scale for each of its blocks."""
-    grid = tuple(-(-size // block_size) for size, block_size in zip(spec.shape, block or (), strict=False))
-    facts = scales and (scales.spec.dtype, scales.spec.shape)
-    if block is None or len(spec.shape) != len(block) or facts not in [(dtype, grid) for dtype in SCALE_TYPES]:
-        raise ModelError(
-            f"{place}: weight {spec.name} is FP8 {list(spec.shape)} in blocks of {block}, its scales are {facts}: "
-            f"{' or '.join(SCALE_TYPES)} {list(grid)} is needed",
-            remedy="quantization_config of config.json and the weights must come from the same model",
-        )
-
-
 def check_values(names: Collection[str], tensors: Mapping[str, NamedArray], place: str, *, max_bytes: int = 0) -> None:
     """Raise ModelError naming the first of the weights `names` that is of no float type, or holds NaN or infinity.
     `max_bytes`: read no more than that; of larger models an equal share from the start of each weight. 0: read all."""
-    names = [*names, *(scale for name in names if (scale := name + SCALE_SUFFIX) in tensors)]
+    names = [*names, *(scale for name in names for end in SCALE_SUFFIXES if (scale := name + end) in tensors)]
     num_bytes = sum(tensors[name].spec.num_bytes for name in names)
     share = min(1.0, max_bytes / num_bytes) if max_bytes and num_bytes else 1.0
     for name in names:
         spec = tensors[name].spec
-        if spec.dtype not in FLOATS | FP8_BITS:
+        bits_of = FLOATS | FP8_BITS | ({E8M0: ("u1", 0xFF)} if name.endswith(SCALE_SUFFIXES) else {})
+        if spec.dtype not in bits_of:
             raise ModelError(
                 f"{place}: weight {name} is of type {spec.dtype}, not a float type",
                 remedy="quantised weights are not read; export the model in bfloat16",
             )
-        kind, exponent = (FLOATS | FP8_BITS)[spec.dtype]
+        kind, exponent = bits_of[spec.dtype]
         bits = np.frombuffer(tensors[name].data, dtype=kind)
         bits = bits[: max(1, int(len(bits) * share))]
         for start in range(0, len(bits), CHUNK):

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
-from ...core.errors import ConfigError, ModelError
+from ...core.errors import ConfigError, ModelError, raised_as
 from ...core.samples import ExpertChoices
+from .fp8 import READ, Fp8Format, fp8_format
 
 FAMILY_OF: Mapping[str, str] = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 PLAIN_TYPES = tuple(FAMILY_OF)
@@ -91,8 +92,8 @@ class ModelConfig:
     """Whether each head's q and k are normalised (Qwen3, GLM-4.5)."""
     dtype: str
     """Number type the weights are stored in, by the file's word."""
-    fp8_block: tuple[int, int] | None = None
-    """Rows and columns that share a scale where matrices are stored as FP8 in blocks; they are read as bfloat16."""
+    fp8: Fp8Format | None = None
+    """How matrices are stored where they are FP8; they are read as bfloat16."""
     rotary_dim: int
     """Leading channels of a head that positions rotate; GLM-4 leaves half of them alone. With MLA the last ones."""
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -295,7 +296,7 @@ class ModelConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
-MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8_block", "context_length", "eos_token_ids", "exact", "source",
+MAY_DIFFER = frozenset({"is_scorer", "dtype", "fp8", "context_length", "eos_token_ids", "exact", "source",
                         "foreign"})  # fmt: skip
 """Fields that say nothing about what models of the same layers compute."""
 
@@ -359,12 +360,10 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
     model_type = SAME_AS.get(model_type, model_type)
     _check_code(fields, model_type)
     why = next(_obstacles(fields, model_type), "")
-    if fields.get("quantization_config") and (why or not fp8_block(source)):
-        raise fields.fail(
-            f"the weights are quantised (quantization_config{_not_read(source)})"
-            f"{why and f', and {why} is not implemented'}; FP8 in blocks is read, of families that myxa knows",
-            remedy="use the model as it was before",
-        )
+    with raised_as(ModelError, f"{place}: the weights are quantised", ValueError, remedy=f"{READ}; use another"):
+        fp8 = fp8_format(source)
+    if fp8 and why:
+        raise fields.fail(f"the weights are quantised, and {why} is not implemented", remedy=READ)
     if why:
         return _foreign(fields, f"{place}: {why}")
     read = {key: source[key] for key in source if key not in ("auto_map", "quantization_config")}
@@ -394,7 +393,7 @@ def parse_model_config(source: Mapping[str, Any], place: str) -> ModelConfig:
         has_fused_gate=is_glm,
         **_experts(fields, model_type, layers),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
-        fp8_block=fp8_block(source),
+        fp8=fp8,
         eos_token_ids=fields.ids("eos_token_id"),
         is_scorer=SCORER in str(fields.get("architectures")),
         source=read | {"model_type": model_type},
@@ -446,52 +445,6 @@ def _latent_attention(fields: _Fields) -> dict[str, Any]:
         "q_lora_rank": 0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
         "v_head_dim": fields.size("v_head_dim"),
     }
-
-
-MAX_FP8_BLOCK = 1 << 12
-"""Rows or columns; matrices are filled up to whole blocks while they are quantised."""
-SCALE_FORMATS = ("", "ue8m0")
-"""Of FP8 in blocks, as float32: any number; a power of two (DeepSeek-V3.1)."""
-
-
-def fp8_block(source: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where a `config.json` says that the weights are FP8 in blocks."""
-    facts = _quantisation(source)
-    block: Any = facts.get("weight_block_size")
-    sizes = cast("list[Any]", block) if isinstance(block, list) else []
-    is_pair = [type(size) for size in sizes] == [int, int] and 0 < min(sizes) <= max(sizes) <= MAX_FP8_BLOCK
-    is_known = facts.get("quant_method") == "fp8" and fp8_scale_fmt(source) in SCALE_FORMATS
-    return (sizes[0], sizes[1]) if is_pair and is_known else None
-
-
-def fp8_scale_fmt(source: Mapping[str, Any]) -> str:
-    return str(_quantisation(source).get("scale_fmt") or "")
-
-
-def _quantisation(source: Mapping[str, Any]) -> dict[str, Any]:
-    facts: Any = source.get("quantization_config")
-    return cast("dict[str, Any]", facts) if isinstance(facts, dict) else {}
-
-
-def _not_read(source: Mapping[str, Any]) -> str:
-    """What there is beside the method, if that alone is not read."""
-    scale_fmt = fp8_scale_fmt(source)
-    return "" if scale_fmt in SCALE_FORMATS else f", scale_fmt {scale_fmt!r:.40}"
-
-
-def served_fp8(source: Mapping[str, Any], place: str) -> tuple[int, int] | None:
-    """The blocks of FP8 weights of a folder; None: not quantised. Raises ConfigError for another quantisation."""
-    if source.get("quantization_config") is None:
-        return None
-    block, facts = fp8_block(source), _quantisation(source)
-    if block is None:
-        raise ConfigError(
-            f"{place}: quantization_config is {facts.get('quant_method')!r} with blocks "
-            f"{facts.get('weight_block_size')!r}{_not_read(source)}; "
-            "weights are sent as fp8 in blocks, or not quantised",
-            remedy="serve a folder without quantization_config, or one of kind fp8 with weight_block_size",
-        )
-    return block
 
 
 def _experts(fields: _Fields, model_type: str, layers: int) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,14 @@ MAX_DIMENSIONS = 8
 MAX_COMMAS = 1 << 21
 """Of a JSON text: each may part two empty lists, which take 64 bytes each."""
 
-FP8 = "float8_e4m3fn"
+FP8, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 DTYPES: Mapping[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
     "F8_E4M3": (FP8, 1),
+    "F8_E8M0": (E8M0, 1),
     "I64": ("int64", 8),
     "I32": ("int32", 4),
     "I16": ("int16", 2),
@@ -100,51 +100,6 @@ def _tensors(path: Path, mapped: mmap.mmap) -> dict[str, NamedArray]:
         spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset, num_bytes=item_bytes * math.prod(shape))
         tensors[name] = NamedArray(spec=spec, data=view[offset : (offset := offset + spec.num_bytes)])
     return tensors
-
-
-SCALE_SUFFIX = "_scale_inv"
-"""After the name of a matrix of FP8 in blocks: the name of its scales, one for each block."""
-SCALE_TYPES = ("float32", "bfloat16", "float16")
-"""Of scales: DeepSeek-V3's; Qwen3's; those of some of Qwen3's later folders."""
-_CODES = np.arange(128)
-_POSITIVE = np.where(_CODES < 8, _CODES * 2.0**-9, (8 + _CODES % 8) * 2.0 ** (_CODES // 8 - 10))
-_POSITIVE[127] = np.nan
-E4M3 = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
-"""What each byte of a float8_e4m3fn stands for."""
-
-
-class Dequantised(Mapping[str, NamedArray]):
-    """Tensors of a folder whose matrices are FP8 in blocks (DeepSeek-V3, Qwen3-FP8), those as bfloat16: value x scale
-    of its block, rounded to nearest even, as DeepSeek's own conversion does. Made when asked for; the last few stay."""
-
-    def __init__(self, stored: Mapping[str, NamedArray], block: tuple[int, int]) -> None:
-        self._stored, self._block = stored, block
-        self._dequantised = lru_cache(maxsize=4)(self._dequantise)
-
-    def __getitem__(self, name: str) -> NamedArray:
-        return self._dequantised(name) if self._stored[name].spec.dtype == FP8 else self._stored[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._stored if not name.endswith(SCALE_SUFFIX))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _dequantise(self, name: str) -> NamedArray:
-        weight, scale, (high, wide) = self._stored[name], self._stored[name + SCALE_SUFFIX], self._block
-        rows, columns = weight.spec.shape
-        codes = np.frombuffer(weight.data, np.uint8).reshape(rows, columns)
-        if scale.spec.dtype == "bfloat16":
-            numbers = (np.frombuffer(scale.data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            numbers = np.frombuffer(scale.data, scale.spec.dtype).astype(np.float32)
-        scales = numbers.reshape(scale.spec.shape)
-        values = np.empty((rows, columns), np.uint16)
-        for number, row in enumerate(range(0, rows, high)):
-            bits = (E4M3[codes[row : row + high]] * scales[number].repeat(wide)[:columns]).view(np.uint32)
-            values[row : row + high] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        spec = TensorSpec(name=name, dtype="bfloat16", shape=(rows, columns), offset=0, num_bytes=values.nbytes)
-        return NamedArray(spec=spec, data=values.reshape(-1).view(np.uint8).data)
 
 
 def _torn(path: Path, why: str) -> ModelError:

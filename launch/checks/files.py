@@ -28,16 +28,17 @@ from ...actors.engines.sglang.server_args import check_guesses, check_sizes, gue
 from ...actors.hub import lacks_weights
 from ...actors.ledger.file import LEDGER, is_in_use, recorded
 from ...actors.models.adapters import adapted_matrices, adapter_facts, check_facts, read_adapter
+from ...actors.models.fp8 import SCALE_SUFFIXES
 from ...actors.models.hf_folder import (
     CONFIG,
     check_critic,
+    check_experts_apart,
     check_second_model,
     check_values,
     open_weights,
     read_config,
 )
 from ...actors.models.model_config import ModelConfig
-from ...actors.models.safetensors_file import SCALE_SUFFIX
 from ...actors.models.tokenizer import FolderTokenizer, load_tokenizer
 from ...actors.rewards.call import ALONE, RewardKeys
 from ...actors.rewards.rewarder import check_args
@@ -109,7 +110,7 @@ def model_folder(run: CheckedRun) -> Iterator[Finding]:
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 SHOWN = 3
-REPEATED = ("lm_head.weight", ".inv_freq", SCALE_SUFFIX, ".embed_tokens.weight", ".shared_head.head.weight")
+REPEATED = ("lm_head.weight", ".inv_freq", *SCALE_SUFFIXES, ".embed_tokens.weight", ".shared_head.head.weight")
 """Ends of names of weights that a folder may hold though no parameter is made of them alone: tied heads, speeds of
 rotation, scales of FP8, the embedding and head once more in an MTP layer."""
 
@@ -424,25 +425,29 @@ def _guesses(config: RunConfig, model: ModelConfig, key: str) -> Iterator[Findin
 
 def _check_served(config: RunConfig, model: ModelConfig) -> None:
     folder, channel = config.served_path, choose_channel(config)
-    block, is_sent = held_fp8(config, model), channel in SENT_CHANNELS
+    fp8, is_sent = held_fp8(config, model), channel in SENT_CHANNELS
     served = config.weights.served_folder
     if not config.engine.attach:
         check_second_model("weights.served_folder", served, model)
+        if not model.foreign:
+            check_experts_apart(folder)
     elif served and is_sent and not (Path(served) / CONFIG).exists():
         cause = f"weights.served_folder = {served}: holds no {CONFIG}"
         raise ConfigError(cause, remedy="name the servers' model folder")
-    if block and config.lora.rollout == "adapter":
+    if fp8 and config.lora.rollout == "adapter":
         raise ConfigError(
             f'lora.rollout = "adapter": adapters on servers that hold FP8 ({folder}) were not tried yet',
             remedy='serve a folder in bfloat16, or set lora.rollout = "merged"',
         )
-    if block and not is_sent:
+    if fp8:
+        fp8.check_sent(folder)
+    if fp8 and not is_sent:
         raise ConfigError(
             f'weights.channel = "{channel}" brings weights as they are trained; engines that hold FP8 ({folder}) get '
             "theirs only between devices",
             remedy='use "nccl", on one GPU "cuda_ipc"; or serve a folder in bfloat16',
         )
-    if not block and not config.engine.attach and config.lora.rollout != "adapter":
+    if not fp8 and not config.engine.attach and config.lora.rollout != "adapter":
         for shape in config.engine.shapes(config.sglang):
             _check_quantisation(shape)
 

@@ -11,6 +11,7 @@ from ...core.config.root import handle_conflicts, rank_conflicts
 from ...core.messages import WeightChannel
 
 if TYPE_CHECKING:
+    from ...actors.models.fp8 import Fp8Format
     from ...actors.models.model_config import ModelConfig
     from ...actors.weights.rollout_update import AdoptionLimits
 
@@ -61,14 +62,14 @@ def seen_by_servers(config: RunConfig, env: Mapping[str, str], devices: Sequence
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, dict.fromkeys((*devices, *ranks[:1]))))}
 
 
-def held_fp8(config: RunConfig, model: ModelConfig) -> tuple[int, int] | None:
-    """The blocks in which engines hold FP8 weights; None: they hold others, or their folder is not here. Raises
-    ConfigError, ModelError for a folder that nothing can be sent for."""
+def held_fp8(config: RunConfig, model: ModelConfig) -> Fp8Format | None:
+    """How engines hold FP8 weights; None: they hold others, or their folder is not here. Raises ConfigError, ModelError
+    for a folder that nothing can be sent for."""
+    from ...actors.models.fp8 import served_fp8
     from ...actors.models.hf_folder import CONFIG, read_json
-    from ...actors.models.model_config import served_fp8
 
     if not config.weights.served_folder:
-        return model.fp8_block
+        return model.fp8
     place = Path(config.weights.served_folder) / CONFIG
     return served_fp8(read_json(place, remedy="see weights.served_folder"), str(place)) if place.exists() else None
 

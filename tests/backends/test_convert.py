@@ -91,7 +91,7 @@ def test_a_model_folder_becomes_fp8_in_blocks_that_our_reader_takes(model: Path,
     target = tmp_path / "fp8"
     assert main(["convert", str(model), str(target), "--dtype", "fp8"]) == 0
     config = read_config(target)
-    assert config.fp8_block == (128, 128)
+    assert config.fp8 and config.fp8.block == (128, 128)
     with open_weights(model, config) as exact, open_weights(target, config, as_stored=True) as stored:
         kinds = {name: stored[name].spec.dtype for name in stored}
         assert {name for name, kind in kinds.items() if kind == "float8_e4m3fn"} == {

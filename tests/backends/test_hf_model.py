@@ -38,6 +38,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4_moe": lambda: transformers.Glm4MoeConfig(
         **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=16,
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=5,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        rms_norm_eps=1e-2,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=262, n_positions=256, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=257
     ),
@@ -77,7 +93,10 @@ def check_scores(judge: Any, backend: TorchBackend, samples: Sequence[TrainSampl
         np.testing.assert_allclose(scores[sample.loss_mask == 1], logprobs.numpy(), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("family", "recomputes"), [*((family, False) for family in FAMILIES), ("mistral", True)])
+ALIKE = [family for family in FAMILIES if family != "deepseek_v3"]
+
+
+@pytest.mark.parametrize(("family", "recomputes"), [*((family, False) for family in ALIKE), ("mistral", True)])
 def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     backends: Backends,
     folders: Callable[[str], Path],
@@ -101,6 +120,21 @@ def test_a_family_is_scored_trained_and_written_as_transformers_does_it(
     for one, other in zip(scored(backend, shard.samples), scored(again, shard.samples), strict=True):
         np.testing.assert_array_equal(one, other)
     judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    check_scores(judge, backend, shard.samples)
+
+
+def test_norms_of_latents_have_the_epsilon_that_engines_give_them(
+    backends: Backends, folders: Callable[[str], Path]
+) -> None:
+    """SGLang reads it from the folder; transformers always takes 1e-6."""
+    (shard,) = make_shards(31)
+    backend = backends(folder=folders("deepseek_v3"), trainer=HF)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(folders("deepseek_v3"), dtype=torch.float32).eval()
+    with pytest.raises(AssertionError):
+        check_scores(judge, backend, shard.samples)
+    for layer in judge.model.layers:
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.variance_epsilon = 1e-2
     check_scores(judge, backend, shard.samples)
 
 

@@ -53,7 +53,7 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 MOONLIGHT: dict[str, Any] = DEEPSEEK | {
     "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-2,  # unlike the 1e-6 that transformers always takes for latents
 }  # fmt: skip
 YARN: dict[str, Any] = {
     "rope_parameters": {
@@ -156,6 +156,9 @@ def make_folder(place: Path, name: str) -> Path:
         for key, weight in model.named_parameters():
             if weight.dim() == 1 or "gate.weight" in key:
                 weight.add_(torch.randn_like(weight) * 0.3)  # norms and biases away from their start, experts apart
+        for key, module in model.named_modules():
+            if key.endswith("_a_layernorm"):
+                module.variance_epsilon = options["rms_norm_eps"]  # as engines have it
         for key, correction in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 correction.add_(torch.randn_like(correction) * 0.2 + 14)  # large beside its differences

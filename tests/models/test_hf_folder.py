@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests.models.deepseek import DEEPSEEK_V3, FP8, KIMI_K2, MOONLIGHT, YARN
 
+from myxa.actors.models.fp8 import Fp8Format
 from myxa.actors.models.hf_folder import (
     check_second_model,
     check_values,
@@ -218,7 +219,7 @@ def test_models_of_deepseeks_family_have_their_size(source: dict[str, Any], num_
     config = parse_model_config(source, "x")
     config.require_own("the Megatron trainer")
     assert config.num_parameters == num_parameters
-    assert config.fp8_block == (None if source is MOONLIGHT else (128, 128))
+    assert config.fp8 == (None if source is MOONLIGHT else Fp8Format((128, 128)))
     assert (config.head_dim, config.rotary_dim, config.is_rope_interleaved) == (192, 64, True)
     assert "model.layers.0.mlp.gate_proj.weight" in config.tensor_shapes()
     assert not {"auto_map", "quantization_config"} & config.source.keys(), "an export is neither"

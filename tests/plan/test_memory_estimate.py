@@ -351,6 +351,24 @@ def test_engines_that_hold_fp8_get_their_weights_between_devices_only(tmp_path: 
         assert not found or "scale_fmt 'ue4m3'" in found[0]
 
 
+@pytest.mark.parametrize("channel", ["cuda_ipc", "disk"])
+def test_servers_of_fp8_by_channel_are_refused_before_the_start(channel: str) -> None:
+    """Such weights are read, but SGLang takes none later."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"a": {"weights": weights}},
+    }
+    model = parse_model_config(MOONLIGHT | {"quantization_config": said}, "Moonlight")
+    attached: dict[str, Any] = {"engine": {"attach": ["http://127.0.0.1:30000"]}, "roles": SHARED["roles"]}
+    config = run("megatron", 1, **attached, weights={"channel": channel})
+    (found,) = [str(one.error) for one in unfit(config, model) if one.key == "weights.channel"]
+    assert "m: its FP8 weights have one scale for each channel" in found and "weights.served_folder" in found
+    served = run("megatron", 1, **attached, weights={"channel": channel, "served_folder": "bf16"})
+    assert not [one for one in unfit(served, model) if one.key == "weights.channel" and "scale" in str(one.error)]
+
+
 def test_what_rebuilt_versions_take_is_told() -> None:
     def taken(**weights: Any) -> dict[str, tuple[str, int]]:
         config = run("megatron", 1, **SHARED, weights=weights)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from myxa.actors.backends.torch_backend.tensors import from_bytes
+from myxa.actors.models.fp8 import SCALE_INV
 from myxa.actors.models.hf_folder import check_values, open_weights, read_config, write_folder
 from myxa.actors.models.model_config import parse_model_config
-from myxa.actors.models.safetensors_file import SCALE_SUFFIX
 from myxa.actors.models.tiny import make_tiny_model, tiny_config
 from myxa.actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, quantise_blocks
 from myxa.core.config import RunConfig
@@ -151,7 +151,7 @@ def test_matrices_quantised_together_are_those_quantised_alone():
             expected.append((name, tensor))
             continue
         values, scales = quantise_blocks(tensor, rule.block)
-        expected += [(name, values), (name + SCALE_SUFFIX, scales)]
+        expected += [(name, values), (name + SCALE_INV, scales)]
     found = list(rule.apply(iter(named)))
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(torch.equal(got.float(), wanted.float()) for (_, got), (_, wanted) in zip(found, expected, strict=True))
@@ -211,7 +211,7 @@ def fp8_model(folder: Path, **changes: torch.Tensor | None) -> dict[str, torch.T
     expected = dict(stored)
     for name in [name for name in stored if "_proj" in name]:
         stored[name], scale = quantise_blocks(expected[name], BLOCK)
-        stored[name + SCALE_SUFFIX] = scale
+        stored[name + SCALE_INV] = scale
         expected[name] = dequantise_blocks(stored[name], scale, BLOCK).to(torch.bfloat16)
     save_file({k: v for k, v in (stored | changes).items() if v is not None}, folder / "model.safetensors")
     said = {"quant_method": "fp8", "weight_block_size": BLOCK}
@@ -223,7 +223,7 @@ def fp8_model(folder: Path, **changes: torch.Tensor | None) -> dict[str, torch.T
 def test_scales_of_less_digits_are_read_as_they_are(scales: torch.dtype, tmp_path: Path) -> None:
     """Qwen3-1.7B-FP8 has them in bfloat16, Qwen3-4B-Instruct-2507-FP8 in float16."""
     scale = torch.rand(8, 4).add(0.01).to(scales)
-    fp8_model(tmp_path, **{WEIGHT + SCALE_SUFFIX: scale})
+    fp8_model(tmp_path, **{WEIGHT + SCALE_INV: scale})
     values = load_file(tmp_path / "model.safetensors")[WEIGHT]
     with open_weights(tmp_path, read_config(tmp_path)) as tensors:
         weight = from_bytes(tensors[WEIGHT])
@@ -238,14 +238,14 @@ def test_fp8_in_blocks_is_read_as_bfloat16(tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], weight) for name, weight in expected.items())
-    assert read_config(tmp_path / "out").fp8_block is None
+    assert read_config(tmp_path / "out").fp8 is None
     with open_weights(tmp_path, config, as_stored=True) as tensors:
         check_values(expected, tensors, "x")
 
 
 @pytest.mark.parametrize("scales", [None, torch.ones(3, 3), torch.ones(8, 4, dtype=torch.float64)])
 def test_fp8_without_its_scales_is_refused(scales: torch.Tensor | None, tmp_path: Path) -> None:
-    fp8_model(tmp_path, **{WEIGHT + SCALE_SUFFIX: scales})
+    fp8_model(tmp_path, **{WEIGHT + SCALE_INV: scales})
     wanted = rf"{WEIGHT} is FP8 \[384, 128\].*float32 or .* \[8, 4\] is needed"
     with pytest.raises(ModelError, match=wanted), open_weights(tmp_path, read_config(tmp_path)):
         pass
@@ -263,7 +263,7 @@ def test_fp8_that_config_json_does_not_speak_of_is_refused(tmp_path: Path) -> No
     ("name", "bad"),
     [
         (WEIGHT, torch.full((384, 128), torch.nan).to(torch.float8_e4m3fn)),
-        (WEIGHT + SCALE_SUFFIX, torch.full((8, 4), torch.inf)),
+        (WEIGHT + SCALE_INV, torch.full((8, 4), torch.inf)),
     ],
 )
 def test_nan_in_fp8_is_found(name: str, bad: torch.Tensor, tmp_path: Path) -> None:

@@ -160,7 +160,8 @@ def test_parameters_of_an_engine_are_views_of_the_buckets(bucket_bytes: int):
         make_plan(torn, 1, joins=True)
 
 
-def test_fp8_weights_are_joined_with_their_scales():
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_fp8_weights_are_joined_with_their_scales(suffix: str):
     layer = "model.layers.0."
     rows = {"q": 256, "k": 128, "v": 128}
     shapes = {f"{layer}self_attn.{kind}_proj.weight": (size, 256) for kind, size in rows.items()} | {
@@ -169,7 +170,7 @@ def test_fp8_weights_are_joined_with_their_scales():
         for kind in ("gate", "up", "down")
     }
     values = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    rule = Fp8Rule(names=frozenset(shapes), block=(128, 128))
+    rule = Fp8Rule(names=frozenset(shapes), block=(128, 128), suffix=suffix)
     staging = Staging(1 << 20, joins=True)
     staged = staging.publish(1, lambda: rule.apply(iter(values.items())), lambda: rule.batches(iter(values.items())))
     assert staged is not None
@@ -178,7 +179,7 @@ def test_fp8_weights_are_joined_with_their_scales():
     one = dict(rule.apply(iter(values.items())))
     names = [f"self_attn.{kind}_proj.weight" for kind in "qkv"]
     experts = [[f"mlp.experts.{n}.{kind}_proj.weight" for kind in ("gate", "up")] for n in range(3)]
-    for end in ("", "_scale_inv"):
+    for end in ("", suffix):
         joined = {
             f"self_attn.qkv_proj.weight{end}": torch.cat([one[layer + name + end].float() for name in names]),
             f"mlp.experts.w13_weight{end}": torch.stack(

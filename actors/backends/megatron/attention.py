@@ -264,22 +264,23 @@ def _heads(
 
 _mappings = mcore.module("tensor_parallel.mappings")
 MLASelfAttention: Any = mcore.latent_attention.MLASelfAttention
-LATENT_EPS = 1e-6
-"""Of the norms of both latents, whatever the model's other norms have, as in DeepSeek's code and HuggingFace's."""
 
 
 class LatentAttention(MLASelfAttention):
     """MLA (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) with our rotary positions. megatron-core's own
     rotates sequence by sequence, and where the latent's projection is cut over ranks it leaves the other ranks' heads
-    out of the gradient of the rotated key, which all heads share."""
+    out of the gradient of the rotated key, which all heads share. Norms of the latents have `rms_norm_eps`, as in
+    SGLang, vLLM and megatron-core; DeepSeek's code and transformers always take 1e-6, and Moonlight's folder says 1e-5.
+    """
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)  # pyright: ignore[reportUnknownMemberType]
         if cast(Any, self).recompute_up_proj:
             raise ValueError("recompute_modules names mla_up_proj, which needs Transformer Engine")
+        eps = config.layernorm_epsilon
         if config.q_lora_rank is not None:
-            self.q_layernorm = MegatronRMSNorm(config, config.q_lora_rank, eps=LATENT_EPS)
-        self.kv_layernorm = MegatronRMSNorm(config, config.kv_lora_rank, eps=LATENT_EPS)
+            self.q_layernorm = MegatronRMSNorm(config, config.q_lora_rank, eps=eps)
+        self.kv_layernorm = MegatronRMSNorm(config, config.kv_lora_rank, eps=eps)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, _: Any, __: Any, packed_seq_params: Any, **___: Any

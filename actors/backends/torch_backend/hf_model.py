@@ -111,7 +111,7 @@ class TransformersModel(PolicyModel):
 
 
 def _read(folder: str, config: ModelConfig) -> Any:
-    if config.fp8_block:
+    if config.fp8:
         raise ModelError(
             f"{folder} holds FP8 weights, which transformers does not train", remedy='leave trainer.impl = "hf" out'
         )
@@ -140,6 +140,9 @@ def _read(folder: str, config: ModelConfig) -> Any:
             raise ModelError(
                 f"{folder}: {len(wrong)} weights are {kind}, {', '.join(wrong[:SHOWN])} among them", remedy=remedy
             )
+    for name, module in model.named_modules() if config.kv_lora_rank else ():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = config.rms_norm_eps  # of latents: as in SGLang, see megatron/attention.py
     return model
 
 

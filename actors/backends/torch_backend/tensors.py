@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from ....core.protocols import NamedArray
-from ...models.safetensors_file import DTYPES
+from ...models.safetensors_file import DTYPES, E8M0
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DTYPE_OF: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name, _ in DTYPES.values()}
-"""Names as in `TensorSpec.dtype`: all that a safetensors file may hold here."""
+DTYPE_OF: Mapping[str, torch.dtype] = {kind: getattr(torch, kind) for kind, _ in DTYPES.values() if kind != E8M0}
+"""Names as in `TensorSpec.dtype`: all that a safetensors file may hold here, but for scales."""
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 

@@ -110,8 +110,8 @@ def joins_parameters(config: ModelConfig) -> bool:
     return config.model_type in JOINED_FAMILIES and config.vocab_size % VOCABULARY_STEP == 0
 
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(|_scale_inv)")
-_FUSED = re.compile(r"(.+)\.(q|k|v|gate|up)_proj\.(weight|weight_scale_inv|bias)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(|_scale|_scale_inv)")
+_FUSED = re.compile(r"(.+)\.(q|k|v|gate|up)_proj\.(weight|weight_scale|weight_scale_inv|bias)")
 
 
 def parameter_of(name: str) -> tuple[str, tuple[int, int]]:

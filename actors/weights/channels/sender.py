@@ -45,9 +45,8 @@ from ....core.weight_channel import (
     ShareRequest,
 )
 from ....transport.address import LOOPBACK, own_address_towards
+from ...models.fp8 import SCALE_INV, served_fp8
 from ...models.hf_folder import CONFIG, read_json
-from ...models.model_config import fp8_scale_fmt, served_fp8
-from ...models.safetensors_file import SCALE_SUFFIX
 from ...torch_store import host_store, own_address
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
 from .plan import WeightPlan
@@ -362,7 +361,8 @@ def quantise_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rule:
-    """Block-wise FP8 for engines that hold their weights so (convention of DeepSeek-V3 and Qwen3-FP8). Use `of_folder`.
+    """Block-wise FP8 for engines that hold their weights so (convention of DeepSeek-V3 and Qwen3-FP8, or that of
+    compressed-tensors, whose scales are called `<name>_scale`). Use `of_folder`.
 
     A matrix W [m, n] becomes Q [m, n] in float8_e4m3fn and `<name>_scale_inv` S [ceil(m / 128), ceil(n / 128)] in
     float32:
@@ -371,24 +371,26 @@ class Fp8Rule:
 
     A block of zeros has scale 1, not 0: dividing by 0 makes NaN. Blocks at the edges are smaller. Where the folder's
     `scale_fmt` is "ue8m0" (DeepSeek-V3.1), S is rounded up to a power of two. Which matrices: those of which the
-    engines' own model folder holds a `_scale_inv`, so that routers, embeddings, heads and whatever a recipe left out
+    engines' own model folder holds scales, so that routers, embeddings, heads and whatever a recipe left out
     stay as they are there. Matrices of one shape are quantised together, as the experts of a layer are: 18,000 of a
     model by one launch each would take seconds. Triton kernels (slime's) were considered: they are not faster here."""
 
     names: frozenset[str]
     block: tuple[int, int]
     scale_fmt: str = ""
+    suffix: str = SCALE_INV
 
     @staticmethod
     def of_folder(folder: Path) -> Fp8Rule | None:
         """As the folder's own weights are; None for a folder that is not quantised. Raises ConfigError for a
         quantisation of another kind, ModelError for a folder that cannot be read."""
-        config = read_json(folder / CONFIG, remedy="see weights.served_folder")
-        block = served_fp8(config, f"{folder}/config.json")
-        if block is None:
+        place = folder / CONFIG
+        fp8 = served_fp8(read_json(place, remedy="see weights.served_folder"), str(place))
+        if fp8 is None:
             return None
-        names = {name.removesuffix(SCALE_SUFFIX) for name in _tensor_names(folder) if name.endswith(SCALE_SUFFIX)}
-        return Fp8Rule(names=frozenset(names), block=block, scale_fmt=fp8_scale_fmt(config))
+        fp8.check_sent(str(place))
+        names = (name.removesuffix(fp8.suffix) for name in _tensor_names(folder) if name.endswith(fp8.suffix))
+        return Fp8Rule(frozenset(names), fp8.block, fp8.scale_fmt, fp8.suffix)
 
     def apply(self, tensors: Tensors) -> Tensors:
         """The stream with its matrices quantised, each followed by its scales. Raises as `batches`."""
@@ -427,7 +429,7 @@ class Fp8Rule:
             values, scales = quantise_blocks(torch.stack(alike), self.block, scale_fmt=self.scale_fmt)
             judged.append((tuple(names), torch.isfinite(scales).flatten(1).all(1)))
             yield tuple(names), values
-            yield tuple(name + SCALE_SUFFIX for name in names), scales
+            yield tuple(name + self.suffix for name in names), scales
 
 
 def _unfit(name: str, why: str) -> ModelError:
