@@ -142,15 +142,15 @@ async def test_a_gang_started_anew_before_the_run_begins_is_the_one_that_engines
 @pytest.mark.parametrize(
     ("has_trainer", "said"),
     [
-        (False, "trainer/0: it was not ready within 0.3 s -- see its log"),
-        (True, "rollout: no rollout actor had an engine that serves within 0.3 s -- see its log"),
+        (False, "trainer/0: it was not ready within 1 s -- see its log"),
+        (True, "rollout: no rollout actor had an engine that serves within 1 s -- see its log"),
     ],
 )
 async def test_a_run_that_does_not_come_to_work_in_time_fails_and_names_who_was_waited_for(
     tmp_path: Path, has_trainer: bool, said: str
 ) -> None:
     """The coordinator answers on: another attempt of it would wait as long for the same."""
-    async with place(tmp_path, has_engines=True, start_timeout_s=0.3) as (node, coordinator, _, ref):
+    async with place(tmp_path, has_engines=True, start_timeout_s=1.0) as (node, coordinator, _, ref):
         if has_trainer:
             await ref.trainer_ready(0, None, {})
         await until(lambda: coordinator._state.phase == "failed", "the run to be given up")

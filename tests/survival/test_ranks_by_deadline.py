@@ -72,13 +72,13 @@ SHARDS = tuple(
 
 
 async def test_who_has_not_answered_is_named_at_the_deadline():
-    async with gang(1.0) as it:
+    async with gang(2.0) as it:
         it.ranks[1].may_answer.set()
         began_s = time.monotonic()
         with pytest.raises(TrainError) as caught:
             await it.calls.train(SHARDS, {"lr": 1.0})
-        assert 0.9 < time.monotonic() - began_s < 20
-        assert "step 5 was not done within 1 s: no answer from trainer/0, trainer/2" in str(caught.value)
+        assert 1.9 < time.monotonic() - began_s < 20
+        assert "step 5 was not done within 2 s: no answer from trainer/0, trainer/2" in str(caught.value)
         assert "trainer.step_timeout_s" in str(caught.value)
         for rank in it.ranks:
             rank.may_answer.set()
