@@ -22,11 +22,6 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return make_versions(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def scores() -> Scores:
-    return Scores()
-
-
 def cases() -> Iterator[tuple[str, str]]:
     """Every engine with every scenario, but those that a recorded server could not serve (its about.json says why). Our
     own server is asked about pauses and weights only: the rest is said by the recorded ones, which are real."""
@@ -38,7 +33,7 @@ def cases() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(cases()))
-async def test_contract(kind: str, name: str, versions: list[Path], scores: Scores, tmp_path: Path):
-    async with asyncio.timeout(DEADLINE_S), running(kind, name, versions, tmp_path, scores) as subject:
+async def test_contract(kind: str, name: str, versions: list[Path], judge: Scores, tmp_path: Path):
+    async with asyncio.timeout(DEADLINE_S), running(kind, name, versions, tmp_path, judge) as subject:
         await SCENARIOS[name](subject)
     assert not [t.name for t in threading.enumerate() if t.name.startswith(OPTIONS.name)]

@@ -256,5 +256,6 @@ async def test_a_hanging_teardown_costs_its_worker_and_not_the_sample(tmp_path: 
     async with bench(tmp_path, teardown_s=0.5) as made:
         group = await made.run(1, modes={"close": "hang"})
         assert group.rewards.tolist() == [1.5] and not made.told
+        await until(lambda: bool(made.lines("hang close")), "it hangs")
         (before,) = {int(line.rsplit(" ", 1)[1]) for line in made.lines("hang close")}
         await until(lambda: not psutil.pid_exists(before), "the worker has ended")
