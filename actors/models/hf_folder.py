@@ -86,7 +86,7 @@ def read_config(folder: str | Path, *, has_mtp: bool = False) -> ModelConfig:
         )
     config = parse_model_config(read_json(path, remedy="the folder must be a HuggingFace model folder"), str(path))
     if config.foreign and any(root.glob("*.safetensors")):
-        specs = _specs(root)
+        specs = tensor_specs(root)
         exact = {name for name, spec in specs.items() if spec.dtype == "float32"}
         exact = frozenset(exact if len(exact) < len(specs) else ())
         config = replace(config, folder_shapes={name: spec.shape for name, spec in specs.items()}, exact=exact)
@@ -104,7 +104,7 @@ def _existing(folder: str | Path) -> Path:
     return root
 
 
-def _specs(root: Path) -> dict[str, TensorSpec]:
+def tensor_specs(root: Path) -> dict[str, TensorSpec]:
     """Of every weight, from the headers of the folder's files."""
     specs: dict[str, TensorSpec] = {}
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def check_experts_apart(folder: str) -> None:
     """Raise ModelError for a folder whose experts SGLang (0.5.17) would leave as they were in memory: it passes names
     over that it does not know, and loads each expert by its own."""
     root = Path(folder)
-    specs = _specs(root) if any(root.glob("*.safetensors")) else ()
+    specs = tensor_specs(root) if any(root.glob("*.safetensors")) else ()
     if packed := next(filter(PACKED.fullmatch, specs), ""):
         raise ModelError(
             f"{folder}: {packed} holds all experts of a layer, which SGLang does not load",

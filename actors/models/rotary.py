@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...core.errors import ModelError
+from ...core.errors import ModelError, raised_as
 from .model_config import ModelConfig
 
 
@@ -25,15 +25,11 @@ def rotary_speeds(config: ModelConfig) -> tuple[Tensor, float]:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    try:
+    what = f"transformers makes no rotary positions of rope_scaling = {dict(config.rope_scaling)}"
+    with raised_as(ModelError, what, Exception, remedy="mend config.json"):  # what is missing or impossible in it
         parsed: Any = AutoConfig.for_model(**copy.deepcopy(dict(config.source)))
         speeds, gain = cast(Any, ROPE_INIT_FUNCTIONS)[parsed.rope_parameters["rope_type"]](parsed, torch.device("cpu"))
-    except Exception as error:  # of any kind: what is missing or impossible among the numbers
-        raise ModelError(
-            f"transformers makes no rotary positions of rope_scaling = {dict(config.rope_scaling)}: {error}",
-            remedy="mend config.json",
-        ) from error
-    return speeds, float(gain)
+        return speeds, float(gain)
 
 
 def rotary_angles(config: ModelConfig, positions_T: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from ...core.errors import DataError, ModelError
+from ...core.errors import DataError, ModelError, raised_as
 from ...core.files import read_regular
 from ...core.samples import Message
 from .chat_template import (
@@ -152,11 +152,9 @@ class FolderTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids. Raises DataError for an id that cannot be one; ids of padding rows decode to nothing."""
-        try:
-            with library_errors():
-                return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-        except (OverflowError, TypeError, LibraryError) as err:
-            raise DataError(f"cannot decode token ids: {err}", remedy="ids are whole numbers from 0 on") from err
+        remedy, causes = "ids are whole numbers from 0 on", (OverflowError, TypeError, LibraryError)
+        with raised_as(DataError, "cannot decode token ids", *causes, remedy=remedy), library_errors():
+            return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
 
 def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | None = None) -> FolderTokenizer:
@@ -175,15 +173,13 @@ def load_tokenizer(folder: str | Path, template: TemplateSettings | PlainText | 
 def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
     """The folder's `tokenizer.json` alone. Raises ModelError, also for one that is made to fill the memory."""
     path = find_tokenizer(folder)
-    try:
+    causes = (OSError, TypeError, LibraryError)
+    with raised_as(ModelError, f"cannot read {path}", *causes, remedy="download the file again"):
         content = read_regular(path, MAX_TOKENIZER_BYTES)
-        num_commas = content.count(b",")
-        if num_commas > MAX_TOKENIZER_COMMAS:
+        if (num_commas := content.count(b",")) > MAX_TOKENIZER_COMMAS:
             raise OSError(f"it has {num_commas} commas, more than {MAX_TOKENIZER_COMMAS}")
         with library_errors():
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except (OSError, TypeError, LibraryError) as err:
-        raise ModelError(f"cannot read {path}: {err}", remedy="download the file again") from err
     del content
     _check_parts(path, tokenizer)
     return tokenizer

@@ -75,14 +75,10 @@ def read_hf_tokenizer(folder: str | Path) -> Any:
     name = _class_name(root, read_object(root / TOKENIZER_CONFIG))
     import transformers  # half a second, which processes that read no tokenizer do not pay
 
-    try:
-        with library_errors():
-            tokenizer: Any = getattr(transformers, name).from_pretrained(str(root), local_files_only=True)
-    except (TypeError, OverflowError, LibraryError) as err:
-        raise ModelError(
-            f"transformers cannot read the tokenizer of {root} as {name}: {err}",
-            remedy=f"mend {TOKENIZER_CONFIG} and the files beside it, or save the tokenizer again (save_pretrained)",
-        ) from err
+    what = f"transformers cannot read the tokenizer of {root} as {name}"
+    remedy = f"mend {TOKENIZER_CONFIG} and the files beside it, or save the tokenizer again (save_pretrained)"
+    with raised_as(ModelError, what, TypeError, OverflowError, LibraryError, remedy=remedy), library_errors():
+        tokenizer: Any = getattr(transformers, name).from_pretrained(str(root), local_files_only=True)
     tokenizer.backend_tokenizer.no_truncation()  # both may be stored; neither belongs to a prompt
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.encode_special_tokens = bool(tokenizer.split_special_tokens)

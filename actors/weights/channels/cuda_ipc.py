@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ....core.errors import TrainError
+from ....core.errors import TrainError, raised_as
 from ....core.weight_channel import Bucket
 from .staging import place
 
@@ -160,13 +160,9 @@ def shared_tensor(flat: Tensor) -> Made:
             remedy='set weights.channel = "shm" (embedded engine) or "nccl" (any server)',
         )
     storage = cast(Any, flat.untyped_storage())
-    try:
+    remedy = "do not allocate weights in expandable segments or a memory saver's region; see weights.channel"
+    with raised_as(TrainError, "the GPU's memory cannot be shared", RuntimeError, remedy=remedy):
         shared = storage._share_cuda_()
-    except RuntimeError as err:
-        raise TrainError(
-            f"the GPU's memory cannot be shared: {err}",
-            remedy="do not allocate weights in expandable segments or a memory saver's region; see weights.channel",
-        ) from err
     device, handle, size, offset, counter, counter_offset, event, needs_event = shared
     uuid = str(cast(Any, torch.cuda).get_device_properties(device).uuid)
     dtype = Name("torch", str(flat.dtype).removeprefix("torch."))

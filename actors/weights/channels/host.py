@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from msgspec.structs import replace
 
-from ....core.errors import ConfigError, EngineError, ModelError, MyxaError, TrainError
+from ....core.errors import ConfigError, EngineError, ModelError, MyxaError, TrainError, raised_as
 from ....core.files import locked_scratch, remove_dead_scratch
 from ....core.host_memory import available_bytes
 from ....core.ids import LEADER
@@ -228,7 +228,8 @@ class DiskWeightWriter:
         specs = [tensor.spec for tensor in tensors]
         full = _manifest(version, tensors, specs, channel=self.channel, location=str(folder), host=self.host)
         self._folders.add(folder)
-        try:
+        what, remedy = f"cannot write weight version {version} to {folder}", "free disk space, or put run.dir elsewhere"
+        with raised_as(TrainError, what, OSError, MyxaError, remedy=remedy):
             manifest = self._write_delta(full, tensors)
             if self.lora:
                 write_adapter(folder, str(self.model_folder.absolute()), self.lora, tensors)
@@ -237,11 +238,6 @@ class DiskWeightWriter:
                 config = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))
                 write_folder(folder, config, tensors, tokenizer_from=self.model_folder)
                 manifest = full
-        except (OSError, MyxaError) as err:
-            raise TrainError(
-                f"cannot write weight version {version} to {folder}: {err}",
-                remedy="free disk space, or put run.dir on another disk",
-            ) from err
         self._unreleased[version], self._last = manifest, None
         if self.full_every > 1:
             for tensor in tensors:
@@ -278,7 +274,8 @@ class DiskWeightWriter:
         if not isinstance(order, FetchRequest):
             raise TrainError("weights are written, not sent", remedy="see weights.channel")
         folder = self._folder(order.version)
-        try:
+        what = f"weight version {order.version}: {order.file} in {folder} cannot be read"
+        with raised_as(TrainError, what, OSError, ValueError, remedy="the newest version will be offered next"):
             if folder not in self._folders:
                 raise FileNotFoundError("it was released, or never written")
             files = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -287,11 +284,6 @@ class DiskWeightWriter:
                 with (folder / order.file).open("rb") as file:
                     file.seek(order.offset)
                     data = file.read(max(0, min(order.num_bytes, FETCH_BYTES)))
-        except (OSError, ValueError) as err:
-            raise TrainError(
-                f"weight version {order.version}: {order.file} in {folder} cannot be read: {err}",
-                remedy="the newest version will be offered next",
-            ) from err
         return cast(A, FetchReply(data=np.frombuffer(data, np.uint8), files=files))
 
     def release(self, version: int) -> None:
@@ -340,40 +332,36 @@ def read_folder(manifest: WeightManifest, *, reads_all: bool = True) -> Generato
         raise EngineError(
             f"{folder} is not weight version {manifest.version}", remedy="this is a bug: apply its deltas"
         )
-    try:
-        with open_weights(folder, read_config(folder)) as tensors:
-            for spec in manifest.tensors:
-                tensor = tensors.get(spec.name)
-                if tensor is None or (tensor.spec.dtype, tensor.spec.shape) != (spec.dtype, spec.shape):
-                    raise EngineError(
-                        f"weight version {manifest.version}: {spec.name} in {folder} is not what was published",
-                        remedy="do not write into the run's weight folders",
-                    )
-            if reads_all:
-                _check(manifest, tensors)
-            yield tensors
-    except (ConfigError, ModelError) as err:
-        raise EngineError(
-            f"cannot read weight version {manifest.version} from {folder}: {err.message}",
-            remedy="the folder must be reachable from this host (a shared file system) and left as it was written",
-        ) from err
+    what = f"cannot read weight version {manifest.version} from {folder}"
+    remedy = "the folder must be reachable from this host (a shared file system) and left as it was written"
+    with (
+        raised_as(EngineError, what, ConfigError, ModelError, remedy=remedy),
+        open_weights(folder, read_config(folder)) as tensors,
+    ):
+        for spec in manifest.tensors:
+            tensor = tensors.get(spec.name)
+            if tensor is None or _shape(tensor.spec) != _shape(spec):
+                raise EngineError(
+                    f"weight version {manifest.version}: {spec.name} in {folder} is not what was published",
+                    remedy="do not write into the run's weight folders",
+                )
+        if reads_all:
+            _check(manifest, tensors)
+        yield tensors
 
 
 def check_adapter(manifest: WeightManifest) -> str:
     """The model folder that the adapters of the version's folder belong to. Raises EngineError unless they are those
     that were published."""
     path = Path(manifest.location) / WEIGHTS
-    try:
+    with raised_as(EngineError, f"cannot read {path}", ModelError):
         with open_safetensors(path) as tensors:
-            if [*map(_shape, manifest.tensors)] != [
-                _shape(tensors[s.name].spec) for s in manifest.tensors if s.name in tensors
-            ]:
+            held = [_shape(tensors[spec.name].spec) for spec in manifest.tensors if spec.name in tensors]
+            if held != [*map(_shape, manifest.tensors)]:
                 raise EngineError(f"{path} holds other adapters than were published", remedy="do not write there")
             _check(manifest, tensors)
         about = read_json(path.with_name(ADAPTER_CONFIG), remedy="do not write there")
         return str(about.get("base_model_name_or_path"))
-    except ModelError as err:
-        raise EngineError(f"cannot read {path}: {err.message}", remedy=err.remedy) from err
 
 
 FETCHED = "fetched"
@@ -386,13 +374,9 @@ FETCH_S = 60.0
 
 def _await_reply(reply: Future[FetchReply]) -> FetchReply:
     """Blocks. Raises EngineError where nothing comes, and what the call raises."""
-    try:
+    what = f"{LEADER} sent no piece of a weight version in {FETCH_S:g} s"
+    with raised_as(EngineError, what, TimeoutError, remedy="see its log, and the network between the nodes"):
         return reply.result(FETCH_S)
-    except TimeoutError as err:
-        raise EngineError(
-            f"{LEADER} sent no piece of a weight version in {FETCH_S:g} s",
-            remedy="see that actor's log, and the network between the nodes",
-        ) from err
 
 
 class RebuiltFolder:
@@ -430,17 +414,14 @@ class RebuiltFolder:
     def rebuild(self, manifest: WeightManifest) -> tuple[WeightManifest, str]:
         """The same version, whole and checked, and why it was made from the full folder, if it was though it has
         deltas. Blocks. Raises EngineError, CallError where files cannot be fetched: what is held stays."""
-        with self._turn:
+        what = f"weight version {manifest.version} cannot be fetched"
+        with self._turn, raised_as(EngineError, what, OSError, remedy="has TMPDIR room?"):
             try:
                 self.at = f"rebuilds weight version {manifest.version}"
                 if self._root is None:
                     remove_dead_scratch()
                     self._root = Path(self._scratch.enter_context(locked_scratch("weights")).name)
                 return self._rebuild(self._root, manifest)
-            except OSError as err:
-                raise EngineError(
-                    f"weight version {manifest.version} cannot be fetched: {err!r}", remedy="has TMPDIR room?"
-                ) from err
             finally:
                 self.at = ""
 
@@ -456,15 +437,12 @@ class RebuiltFolder:
             except (OSError, ValueError, MyxaError) as err:
                 reason = str(err)
         full, near = Path(manifest.location), self._near(root, deltas, manifest)
-        try:
+        what = (
+            f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas (first: {reason})"
+        )
+        remedy = 'folders must be reachable from this host (a shared file system, or weights.channel = "tcp")'
+        with raised_as(EngineError, what, OSError, ValueError, MyxaError, remedy=f"{remedy}, and TMPDIR have room"):
             rebuilt = self._make(root, full, manifest, near)
-        except (OSError, ValueError, MyxaError) as err:
-            raise EngineError(
-                f"weight version {manifest.version} cannot be made from {full} and {len(deltas)} deltas: {err}; "
-                f"at first: {reason}",
-                remedy="the folders must be reachable from this host (a shared file system, or weights.channel = "
-                '"tcp"), and TMPDIR have room',
-            ) from err
         return rebuilt, f"version {manifest.version} is made from {full}: {reason}" if deltas else ""
 
     def _make(self, root: Path, base: Path, manifest: WeightManifest, deltas: Sequence[WeightDelta]) -> WeightManifest:

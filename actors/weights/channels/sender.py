@@ -24,7 +24,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-import safetensors
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -46,7 +45,7 @@ from ....core.weight_channel import (
 )
 from ....transport.address import LOOPBACK, own_address_towards
 from ...models.fp8 import SCALE_INV, served_fp8
-from ...models.hf_folder import CONFIG, read_json
+from ...models.hf_folder import CONFIG, read_json, tensor_specs
 from ...torch_store import host_store, own_address
 from .cuda_ipc import WrittenPart, bucket_metadata, bucket_payload, parameters_payload
 from .plan import WeightPlan
@@ -389,7 +388,7 @@ class Fp8Rule:
         if fp8 is None:
             return None
         fp8.check_sent(str(place))
-        names = (name.removesuffix(fp8.suffix) for name in _tensor_names(folder) if name.endswith(fp8.suffix))
+        names = (name.removesuffix(fp8.suffix) for name in tensor_specs(folder) if name.endswith(fp8.suffix))
         return Fp8Rule(frozenset(names), fp8.block, fp8.scale_fmt, fp8.suffix)
 
     def apply(self, tensors: Tensors) -> Tensors:
@@ -434,16 +433,3 @@ class Fp8Rule:
 
 def _unfit(name: str, why: str) -> ModelError:
     return ModelError(f"weight {name} cannot be quantised: {why}", remedy="look at the trainer's gradient norm")
-
-
-def _tensor_names(folder: Path) -> Iterator[str]:
-    """Names of all tensors in the folder's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no safetensors files", remedy="see weights.served_folder")
-    for path in files:
-        try:
-            with cast(Any, safetensors).safe_open(path, framework="np") as file:
-                yield from file.keys()
-        except (OSError, safetensors.SafetensorError) as err:
-            raise ModelError(f"cannot read {path}: {err}", remedy="the file is torn; copy it again") from err
