@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
 from ...core.errors import ConfigError, ModelError, raised_as
@@ -25,17 +26,54 @@ SCALE_INV, SCALE = "_scale_inv", "_scale"
 SCALE_SUFFIXES = (SCALE_INV, SCALE)
 SCALE_TYPES = ("float32", "bfloat16", "float16", E8M0)
 """Of scales: DeepSeek-V3's; Qwen3's and GLM-4.5's; those of some of Qwen3's later folders; powers of two."""
-SCALE_FORMATS = ("", "ue8m0")
-"""What scales are, as float32: any number; a power of two (DeepSeek-V3.1)."""
-MAX_BLOCK = 1 << 12
-"""Rows or columns; matrices are filled up to whole blocks while they are quantised."""
-STRATEGIES: Mapping[Any, tuple[int, int]] = {"channel": (1, 0), "tensor": (0, 0)}
-"""Of compressed-tensors -> its blocks, beside "block" itself."""
+Side = Annotated[int, msgspec.Meta(ge=1, le=1 << 12)]
+"""Rows or columns of a block; matrices are filled up to whole ones while they are quantised."""
 STORED = ("float-quantized", "naive-quantized")
 """Formats of compressed-tensors that hold a matrix as it is, beside its scales."""
-WEIGHTS: Mapping[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
-"""What compressed-tensors says of FP8 weights."""
 READ = "FP8 in blocks is read, and compressed-tensors' FP8 in blocks, by channel or tensor, of families that myxa knows"
+
+
+class _Blocks(msgspec.Struct, tag_field="quant_method", tag="fp8"):
+    weight_block_size: tuple[Side, Side]
+    scale_fmt: Literal["", "ue8m0"] | None = None
+    """Which float32 scales are: any number; a power of two (DeepSeek-V3.1)."""
+
+
+class _Weights(msgspec.Struct):
+    num_bits: Literal[8]
+    type: Literal["float"]
+    strategy: Literal["block", "channel", "tensor"]
+    symmetric: bool
+    dynamic: bool
+    block_structure: tuple[Side, Side] | None = None
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights
+    format: str | None = None
+
+
+class _CompressedTensors(msgspec.Struct, tag_field="quant_method", tag="compressed-tensors"):
+    config_groups: dict[str, _Group]
+    format: str | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+    def block(self) -> tuple[int, int]:
+        """Of every group. Raises ValueError naming what would be read otherwise than it is stored."""
+        if self.transform_config or (self.sparsity_config or {}).get("format", "dense") != "dense":
+            raise ValueError(f"transform_config is {self.transform_config}, sparsity_config {self.sparsity_config}")
+        blocks = set[tuple[int, int]]()
+        for name, group in self.config_groups.items():
+            weights, stored = group.weights, group.format or self.format
+            block = {"block": weights.block_structure, "channel": (1, 0), "tensor": (0, 0)}[weights.strategy]
+            if block is None or stored not in STORED or weights.dynamic or not weights.symmetric:
+                why = f"symmetric {weights.symmetric}, dynamic {weights.dynamic}, block_structure {block}"
+                raise ValueError(f"config_groups.{name}: weights of format {stored!r}, {why}")
+            blocks.add(block)
+        if len(blocks) != 1:
+            raise ValueError(f"config_groups has {len(blocks)} kinds of scales, one is needed")
+        return blocks.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +103,13 @@ class Fp8Format:
 
 def fp8_format(source: Mapping[str, Any]) -> Fp8Format | None:
     """What a `config.json` says; None: nothing is quantised. Raises ValueError for a quantisation that is not read."""
-    facts: Any = source.get("quantization_config")
-    if not facts:
-        return None
-    facts = cast("dict[str, Any]", facts) if isinstance(facts, dict) else {"quant_method": facts}
-    if facts.get("quant_method") == "compressed-tensors":
-        return _compressed_tensors(facts)
-    method, size, scale_fmt = (facts.get(key) for key in ("quant_method", "weight_block_size", "scale_fmt"))
-    block, scale_fmt = _block(size), scale_fmt or ""
-    if method != "fp8" or block is None or scale_fmt not in SCALE_FORMATS:
-        words = "" if scale_fmt in SCALE_FORMATS else f", scale_fmt {scale_fmt!r:.40}"
-        raise ValueError(f"quantization_config is {method!r:.80} with blocks {size!r:.80}{words}")
-    return Fp8Format(block, scale_fmt=scale_fmt)
+    try:
+        said = msgspec.convert(source.get("quantization_config") or None, _Blocks | _CompressedTensors | None)
+        if isinstance(said, _CompressedTensors):
+            return Fp8Format(said.block(), SCALE)
+    except (msgspec.ValidationError, ValueError) as err:
+        raise ValueError(f"quantization_config: {err!s:.400}") from err
+    return None if said is None else Fp8Format(said.weight_block_size, scale_fmt=said.scale_fmt or "")
 
 
 def served_fp8(source: Mapping[str, Any], place: str) -> Fp8Format | None:
@@ -85,40 +118,6 @@ def served_fp8(source: Mapping[str, Any], place: str) -> Fp8Format | None:
     remedy = "serve a folder without quantization_config, or one of kind fp8 with weight_block_size"
     with raised_as(ConfigError, what, ValueError, remedy=remedy):
         return fp8_format(source)
-
-
-def _block(value: Any) -> tuple[int, int] | None:
-    sizes = cast("list[Any]", value) if isinstance(value, list) else []
-    is_block = [type(size) for size in sizes] == [int, int] and 0 < min(sizes) <= max(sizes) <= MAX_BLOCK
-    return (sizes[0], sizes[1]) if is_block else None
-
-
-def _compressed_tensors(facts: Mapping[str, Any]) -> Fp8Format:
-    sparsity, transform = facts.get("sparsity_config"), facts.get("transform_config")
-    if transform or (sparsity and _object(sparsity).get("format") != "dense"):
-        raise ValueError(f"transform_config is {transform!r:.80}, sparsity_config {sparsity!r:.80}")
-    groups = _object(facts.get("config_groups"))
-    blocks = {_block_of_group(name, _object(group), facts.get("format")) for name, group in groups.items()}
-    if len(blocks) != 1:
-        raise ValueError(f"config_groups says {len(blocks)} kinds of scales, one is needed")
-    return Fp8Format(blocks.pop(), SCALE)
-
-
-def _block_of_group(name: str, group: dict[str, Any], stored: Any) -> tuple[int, int]:
-    weights, stored = _object(group.get("weights")), group.get("format") or stored
-    strategy, size = weights.get("strategy"), weights.get("block_structure")
-    block = _block(size) if strategy == "block" else STRATEGIES.get(str(strategy))
-    wrong = {key: weights.get(key) for key, value in WEIGHTS.items() if weights.get(key) != value}
-    wrong |= {} if stored in STORED else {"format": stored}
-    wrong |= {} if block else {"strategy": strategy, "block_structure": size}
-    if wrong or block is None:
-        words = ", ".join(f"{key} {value!r:.40}" for key, value in wrong.items())
-        raise ValueError(f"weights of compressed-tensors' {name:.80} have {words}")
-    return block
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def check_scales(fp8: Fp8Format | None, spec: TensorSpec, tensors: Mapping[str, NamedArray], place: str) -> None:

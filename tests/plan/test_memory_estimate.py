@@ -348,7 +348,7 @@ def test_engines_that_hold_fp8_get_their_weights_between_devices_only(tmp_path: 
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": blocks | more}))
         assert len(refused(channel="disk", served_folder=str(tmp_path))) == disk
         assert len(found := refused(channel="cuda_ipc", served_folder=str(tmp_path))) == between
-        assert not found or "scale_fmt 'ue4m3'" in found[0]
+        assert not found or "'ue4m3' - at `$.scale_fmt`" in found[0]
 
 
 @pytest.mark.parametrize("channel", ["cuda_ipc", "disk"])
