@@ -140,9 +140,10 @@ class Floor:
 async def floor_of(
     num_engines: int, *, at_once: int = 1, stall_s: float = 0.0, prepare_s: float = 5.0
 ) -> AsyncIterator[Floor]:
-    node = await Node.attach(name="adopter-floor")
+    clock = ManualClock()
+    node = await Node.attach(name="adopter-floor", clock=clock)
     try:
-        host, trainer, clock = Actor(), ToyTrainer(), ManualClock()
+        host, trainer = Actor(), ToyTrainer()
         await node.start(host, name="coordinator")
         await node.start(trainer, name="trainer/0")
         adoption, telemetry = Adoption(at_once=at_once), TelemetryBuffer("floor", clock)

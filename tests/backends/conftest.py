@@ -97,11 +97,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[
             "program": str(program), "arguments": arguments, "num_ranks": num_ranks, "limit_s": timeout_s,
             "folder": str(folder),
         }  # fmt: skip
-        gang = Command([json.dumps(request)], folder, is_merged=False, env=env, program=RANK_GANG, server=MEGATRON)
-        try:
+        words = [json.dumps(request)]
+        with Command(words, folder, is_merged=False, env=env, program=RANK_GANG, server=MEGATRON) as gang:
             statuses, said = gang.communicate(timeout=timeout_s + LOAD_S)
-        finally:
-            gang.kill()
         assert gang.returncode == 0, f"{program.name} cannot be loaded:\n{said}"
         said = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(num_ranks)]
         return list(zip(json.loads(statuses), said, strict=True))

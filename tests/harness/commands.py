@@ -253,11 +253,6 @@ def run(
     *words: str, folder: Path, timeout_s: float = 100, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """One command to its end. Raises subprocess.TimeoutExpired; it is killed then."""
-    command = Command(words, folder, is_merged=False, env=env)
-    try:
+    with Command(words, folder, is_merged=False, env=env) as command:
         out, err = command.communicate(timeout=timeout_s)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            command.kill()
-        raise
-    return subprocess.CompletedProcess(["myxa", *words], command.wait(), out, err)
+        return subprocess.CompletedProcess(["myxa", *words], command.wait(), out, err)
