@@ -336,43 +336,27 @@ RenderedChat = tuple[str, tuple[tuple[int, int], ...]]
 """A conversation as text, and the places of its `{% generation %}` blocks."""
 
 
-class TemplateParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TemplateParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a template is compiled of."""
 
     source: str
     place: str
-    names: dict[str, Any]
+    """Where it was found, for messages."""
+    names: dict[str, Any] = {}
     """Special tokens and arguments."""
-    day: date | None
-    with_tools: str
+    day: date | None = None
+    with_tools: str = ""
+    """Source of the template for tools, where that is another."""
 
 
 class ChatTemplate:
     """A compiled template. `render` is pure: same messages, same text."""
 
-    def __init__(
-        self,
-        source: str,
-        place: str,
-        special_tokens: Mapping[str, str],
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        day: date | None = None,
-        with_tools: str = "",
-    ) -> None:
-        """`arguments`: further names; `with_tools`: source of the template for tools. Raises ModelError."""
-        self.place = place
-        """Where it was found, for messages."""
-        self._arguments = {**special_tokens, **(arguments or {})}
-        self.parts = TemplateParts(
-            source=source, place=place, names=self._arguments, day=day, with_tools=with_tools
-        )  # fmt: skip
-        self._plain = _Compiled(source, place, day)
-        self._with_tools = _Compiled(with_tools, place, day) if with_tools else self._plain
-
-    @classmethod
-    def of(cls, parts: TemplateParts) -> ChatTemplate:
-        return cls(parts.source, parts.place, parts.names, day=parts.day, with_tools=parts.with_tools)
+    def __init__(self, parts: TemplateParts) -> None:
+        """Raises ModelError for one that does not compile."""
+        self.parts, self.place = parts, parts.place
+        self._plain = _Compiled(parts.source, parts.place, parts.day)
+        self._with_tools = _Compiled(parts.with_tools, parts.place, parts.day) if parts.with_tools else self._plain
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = (), goes_on: bool = False
@@ -421,7 +405,7 @@ class ChatTemplate:
 
     def _run(self, compiled: _Compiled, messages: list[dict[str, Any]], opens: bool, tools: Tools) -> RenderedChat:
         names = {
-            **self._arguments,
+            **self.parts.names,
             "messages": messages,
             "tools": list(tools) or None,
             "documents": None,
@@ -547,9 +531,8 @@ def template_of(root: Path, data: TemplateSettings | None, hf_tokenizer: Any) ->
             remedy=f"put the one that is meant into {root / TEMPLATE_FILE}",
         )
     place = root / (TEMPLATE_FILE if (root / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG)
-    template = ChatTemplate(
-        source, str(place), hf_tokenizer.special_tokens_map, arguments, day=day, with_tools=with_tools
-    )
+    names = {**hf_tokenizer.special_tokens_map, **arguments}
+    template = ChatTemplate(TemplateParts(source, str(place), names, day, with_tools))
     undeclared = find_undeclared_variables(TemplateSandbox(day).parse(source + with_tools)) if arguments else set[str]()
     for name in arguments.keys() - undeclared:
         if near := nearest(name, undeclared):

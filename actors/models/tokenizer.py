@@ -88,7 +88,7 @@ class FolderTokenizer:
         """As it was where the parts were taken from."""
         backend: Any = tokenizers.Tokenizer.from_str(parts.backend)
         backend.encode_special_tokens = parts.splits_special
-        template = PlainText() if parts.template is None else ChatTemplate.of(parts.template)
+        template = PlainText() if parts.template is None else ChatTemplate(parts.template)
         return cls(backend, template, parts.eos_token_ids, parts.beyond)
 
     def parts(self) -> TokenizerParts:

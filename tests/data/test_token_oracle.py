@@ -15,7 +15,7 @@ from tests.data.opened import prompts as drawn
 from tests.data.token_layouts import LAYOUTS, plain, qwen_class
 
 from myxa.actors.data.conversation import parse_messages
-from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate
+from myxa.actors.models.chat_template import PRINTED_PARTS, ChatTemplate, TemplateParts
 from myxa.actors.models.tokenizer import FolderTokenizer, TokenizerParts, load_tokenizer
 from myxa.actors.models.tokenizer_files import read_hf_tokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
@@ -177,7 +177,7 @@ def test_a1_ids_equal_those_of_transformers(pair: tuple[Any, FolderTokenizer, Pa
     special = read_hf_tokenizer(folder).special_tokens_map
     num_equal = 0
     for arguments in ARGUMENTS if "enable_thinking" in source else ARGUMENTS[:1]:
-        template = ChatTemplate(source, f"{name}.jinja", special, arguments, day=DAY)
+        template = ChatTemplate(TemplateParts(source, f"{name}.jinja", {**special, **arguments}, DAY))
         mine = FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids, ours.beyond)
         handed = FolderTokenizer.of(msgspec.msgpack.decode(msgspec.msgpack.encode(mine.parts()), type=TokenizerParts))
         assert handed.parts() == mine.parts()
@@ -274,10 +274,10 @@ def test_f7_a_template_that_writes_the_date_needs_one_in_the_run_file() -> None:
     ask = parse_messages([ASK], "prompt")
     clock = "{{ strftime_now('%d %b %Y') }}"
     with pytest.raises(TemplateError, match=r'writes today\'s date \(strftime_now\) -- set data.date = "YYYY-MM-DD"'):
-        ChatTemplate(clock, "here", {}).render(ask, add_generation_prompt=True)
+        ChatTemplate(TemplateParts(clock, "here")).render(ask, add_generation_prompt=True)
     day = dt.date(2024, 2, 29)
-    assert ChatTemplate(clock, "here", {}, day=day).render(ask, add_generation_prompt=True) == "29 Feb 2024"
-    guarded = ChatTemplate(TEMPLATES["clock_guarded"], "here", {}, {"day": "1 May"})
+    assert ChatTemplate(TemplateParts(clock, "here", day=day)).render(ask, add_generation_prompt=True) == "29 Feb 2024"
+    guarded = ChatTemplate(TemplateParts(TEMPLATES["clock_guarded"], "here", {"day": "1 May"}))
     assert guarded.render(ask, add_generation_prompt=True).startswith("Today 1 May\n")
 
 
@@ -305,7 +305,7 @@ def test_a_template_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
 
 def test_f7_thinking_that_is_empty_is_none(tmp_path: Path) -> None:
     rows: Rows = [ASK, {"role": "assistant", "content": "3", "reasoning_content": ""}, ASK]
-    template = ChatTemplate(CHATML, "x.jinja", {})
+    template = ChatTemplate(TemplateParts(CHATML, "x.jinja"))
     assert "assistant\n3<|im_end|>" in template.render(parse_messages(rows, "prompt"), add_generation_prompt=True)
 
 
@@ -370,7 +370,7 @@ def learn(tokenizer: FolderTokenizer, prompt: Prompt) -> Sample:
 
 
 def with_template(ours: FolderTokenizer, source: str, special: dict[str, str], **arguments: Any) -> FolderTokenizer:
-    template = ChatTemplate(source, "x.jinja", special, arguments, day=DAY)
+    template = ChatTemplate(TemplateParts(source, "x.jinja", {**special, **arguments}, DAY))
     return FolderTokenizer(ours.tokenizer, template, ours.eos_token_ids)
 
 

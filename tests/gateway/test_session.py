@@ -21,7 +21,7 @@ from tests.workflows.chat_models import (
 )  # fmt: skip
 
 from myxa.actors.gateway.session import AgentSession, Answer, RequestFault, TurnRequest, text_parameters
-from myxa.actors.models.chat_template import ChatTemplate
+from myxa.actors.models.chat_template import ChatTemplate, TemplateParts
 from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.core.errors import MyxaError, RequestRefused, UserCodeError
 from myxa.core.messages import SamplingParams
@@ -222,7 +222,7 @@ class TextArguments(ChatModel):
 
     def tokenizer(self, **arguments: Any) -> FolderTokenizer:
         source = (TEMPLATES / "deepseek.jinja").read_text().replace("arguments | tojson", "arguments + ''")
-        return tokenizer_of(ChatTemplate(source, "deepseek", {}), self.marks, self.ends)
+        return tokenizer_of(ChatTemplate(TemplateParts(source, "deepseek")), self.marks, self.ends)
 
 
 DEEPSEEK = TextArguments("deepseek", ("<｜User｜>", "<｜end▁of▁sentence｜>"), ("<｜end▁of▁sentence｜>",), ("tool",), {})
@@ -254,7 +254,7 @@ class Systems(ChatModel):
         source = source.replace(f"({later})", "false").replace(
             "{%- if message.role == 'user'", f"{{%- if {later} %}}{wrong}{{%- elif message.role == 'user'"
         )
-        return tokenizer_of(ChatTemplate(source, self.name, {}), self.marks, self.ends)
+        return tokenizer_of(ChatTemplate(TemplateParts(source, self.name)), self.marks, self.ends)
 
 
 @pytest.mark.parametrize("name", ["strict", "drops", "qwen2_5"])
@@ -288,7 +288,7 @@ class UnknownForm(ChatModel):
 
     def tokenizer(self, **arguments: Any) -> FolderTokenizer:
         source = (TEMPLATES / "qwen3.jinja").read_text().replace("tool_call>", "my_call>")
-        return tokenizer_of(ChatTemplate(source, "unknown", {}), self.marks, self.ends)
+        return tokenizer_of(ChatTemplate(TemplateParts(source, "unknown")), self.marks, self.ends)
 
 
 async def test_calls_in_a_form_that_is_not_read_are_refused_and_no_words() -> None:

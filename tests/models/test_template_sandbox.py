@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from myxa.actors.models.chat_template import ChatTemplate
+from myxa.actors.models.chat_template import ChatTemplate, TemplateParts
 from myxa.core.errors import DataError, ModelError
 from myxa.core.samples import Message
 
@@ -62,7 +62,7 @@ def test_e10_a_template_without_measure_is_refused(name: str) -> None:
     import datetime as dt
 
     started, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    template = ChatTemplate(HOSTILE[name], "folder/chat_template.jinja", {}, day=dt.date(2026, 1, 1))
+    template = ChatTemplate(TemplateParts(HOSTILE[name], "folder/chat_template.jinja", day=dt.date(2026, 1, 1)))
     with pytest.raises(DataError, match=r"chat template of folder/chat_template\.jinja refuses .* roles \[user\]: ."):
         template.render(ASK, add_generation_prompt=True)
     assert time.process_time() - started < 10
@@ -80,7 +80,7 @@ def test_e10_a_template_without_measure_is_refused(name: str) -> None:
 )
 def test_e10_a_template_that_does_not_compile_is_a_model_error(source: str) -> None:
     with pytest.raises(ModelError, match="does not compile"):
-        ChatTemplate(source, "here", {})
+        ChatTemplate(TemplateParts(source, "here"))
 
 
 def test_a_long_conversation_is_within_the_limits() -> None:
@@ -89,13 +89,13 @@ def test_a_long_conversation_is_within_the_limits() -> None:
         "{{ m.role ~ ':' ~ m.content + '\\n' }}{% endfor %}"
     )
     talk = [Message(role="user", content="word " * 50) for _ in range(2000)]
-    text = ChatTemplate(source, "here", {}).render(talk, add_generation_prompt=True)
+    text = ChatTemplate(TemplateParts(source, "here")).render(talk, add_generation_prompt=True)
     assert len(text) == 2000 * (50 * 4 + 6 + 50 * 5)
 
 
 def test_f7_generation_blocks_are_written_as_their_content() -> None:
     source = "{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}"
-    written = ChatTemplate(source, "here", {}).write([*ASK, *ASK])
+    written = ChatTemplate(TemplateParts(source, "here")).write([*ASK, *ASK])
     assert written == ("<hi><hi>", ((1, 3), (5, 7)))
 
 
@@ -104,4 +104,6 @@ def test_a_message_without_measure_is_told_as_the_templates_refusal() -> None:
         "{% for m in messages %}{% for a in m.content %}{% for b in m.content %}{% endfor %}{% endfor %}{% endfor %}"
     )
     with pytest.raises(DataError, match="it takes more than 2000000 steps"):
-        ChatTemplate(source, "here", {}).render([Message(role="user", content="x" * 9999)], add_generation_prompt=True)
+        ChatTemplate(TemplateParts(source, "here")).render(
+            [Message(role="user", content="x" * 9999)], add_generation_prompt=True
+        )

@@ -11,7 +11,7 @@ from typing import Any
 from tests.data.token_layouts import byte_level
 from tests.harness.group_runner import delta
 
-from myxa.actors.models.chat_template import ChatTemplate, PlainText
+from myxa.actors.models.chat_template import ChatTemplate, PlainText, TemplateParts
 from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.actors.workflows.episode import Episode, ModelAccess
 from myxa.core.messages import SamplingParams
@@ -46,7 +46,7 @@ class ChatModel:
         key = (self.name, *sorted(arguments.items()))
         if key not in _made:
             source = (TEMPLATES / f"{self.name}.jinja").read_text()
-            template = ChatTemplate(source, f"{self.name}.jinja", dict(self.special), arguments)
+            template = ChatTemplate(TemplateParts(source, f"{self.name}.jinja", {**self.special, **arguments}))
             _made[key] = tokenizer_of(template, self.marks, self.ends)
         return _made[key]
 

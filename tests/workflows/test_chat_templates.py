@@ -22,7 +22,7 @@ from tests.workflows.chat_models import (
     tokenizer_of,
 )  # fmt: skip
 
-from myxa.actors.models.chat_template import ChatTemplate, PlainText
+from myxa.actors.models.chat_template import ChatTemplate, PlainText, TemplateParts
 from myxa.actors.models.tokenizer import FolderTokenizer
 from myxa.actors.workflows.turn_renderer import ANSWER, QUESTION, REPLY, TurnRenderer
 from myxa.core.errors import TemplateError
@@ -229,7 +229,7 @@ def test_calls_of_tools_are_demonstrated_as_the_template_writes_them(model: Chat
 
 
 def plain(source: str, ends: Sequence[str] = ("</s>",)) -> FolderTokenizer:
-    return tokenizer_of(ChatTemplate(source, "here", {}), ("</s>",), ends)
+    return tokenizer_of(ChatTemplate(TemplateParts(source, "here")), ("</s>",), ends)
 
 
 LOOP = "{% for m in messages %}{{ m.role }}: %s\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
