@@ -69,7 +69,8 @@ class TenantReport(Record, frozen=True):
     state: TenantState
     tags: tuple[TagReport, ...]
     reserved_bytes: int = 0
-    """Of the mapped tags' bytes: leased before anything was loaded, and not taken from the device yet."""
+    """Of the mapped tags' bytes: leased and not taken from the device yet, of what is going to be loaded and of room
+    for a step."""
     node: int = 0
 
 

@@ -84,9 +84,7 @@ class Tenant:
     telemetry: TelemetryBuffer | None = None
 
     def __post_init__(self) -> None:
-        self._planned: CountedRoom | None = CountedRoom(self.options.planned)
-        """None: everything is loaded."""
-        self._assets = TenantAssets([self._planned], None)
+        self._assets = TenantAssets([CountedRoom(self.options.planned)], None)
         self.state: TenantState = "quiet"
         self._epoch = 0
         """The newest seen."""
@@ -107,13 +105,13 @@ class Tenant:
             pids=pids,
             state=self.state,
             tags=self._assets.tags(is_busy=self._running is not None),
-            reserved_bytes=0 if self._planned is None else self._planned.held_bytes,
+            reserved_bytes=self._assets.untaken_bytes(),
             node=self.options.node,
         )
 
     def loaded(self, stores: Sequence[AssetStore], comms: CommResidency | None = None) -> None:
         """Everything planned is there: the stores' numbers count now. `comms`: may leave as tag "nccl"."""
-        self._planned, self._assets = None, TenantAssets(stores, comms)
+        self._assets = TenantAssets(stores, comms)
 
     async def command(self, command: MemoryCommand) -> MemoryReply:
         """Obey, answer again, or refuse. A caller that goes away does not end what it began."""
@@ -229,6 +227,10 @@ class TenantAssets:
             self.refresh()
         return self._last
 
+    def untaken_bytes(self) -> int:
+        """Of what counts as mapped: not on the device yet."""
+        return sum(store.untaken_bytes() for store in self._stores if isinstance(store, CountedRoom))
+
     def refresh(self) -> None:
         """The work of a command is over: look again."""
         reports = [tag for store in self._stores for tag in store.report()]
@@ -277,11 +279,13 @@ WORKSPACE: Tag = "workspace"
 @dataclass(eq=False)
 class CountedRoom:
     """Room on a device that is only counted: of what is going to be loaded; for a tenant's turn, of what is not
-    allocated ahead (activations, logits). torch keeps what a step took: `vacate` gives back the unused part."""
+    allocated ahead (activations, logits). torch keeps what a step took: `taken` says how many bytes, `vacate` gives
+    back the unused part."""
 
     sizes: Mapping[Tag, tuple[int, TagPolicy]]
     _: KW_ONLY
     is_held: bool = False
+    taken: Callable[[], int] = int
     vacate: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -290,6 +294,10 @@ class CountedRoom:
     @property
     def held_bytes(self) -> int:
         return sum(self.sizes[tag][0] for tag in self._held)
+
+    def untaken_bytes(self) -> int:
+        """Of the held ones: not on the device yet, but may be at any moment."""
+        return max(self.held_bytes - self.taken(), 0) if self._held else 0
 
     def report(self) -> tuple[TagReport, ...]:
         return tuple(

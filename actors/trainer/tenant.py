@@ -30,6 +30,8 @@ class TrainerTenancy:
     planned: Mapping[Tag, tuple[int, TagPolicy]]
     """What the rank is going to hold: bytes and how they leave."""
     share: TimeShareOptions
+    taken: Callable[[], int]
+    """Bytes of the device that the backend's steps took and torch keeps."""
     vacate: Callable[[], None]
     """Gives back what the backend's steps left behind; called in the backend's thread."""
     comms: Callable[[], CommResidency] | None = None
@@ -79,6 +81,6 @@ class TrainerTenant(Tenant):
         stores = [] if store is None else [store]
         if WORKSPACE in self._tenancy.planned:
             room: dict[Tag, tuple[int, TagPolicy]] = {WORKSPACE: self._tenancy.planned[WORKSPACE]}
-            stores.append(CountedRoom(room, is_held=True, vacate=self._tenancy.vacate))
+            stores.append(CountedRoom(room, is_held=True, taken=self._tenancy.taken, vacate=self._tenancy.vacate))
         comms = None if self._tenancy.comms is None else await self.in_thread(self._tenancy.comms)
         self.loaded(stores, comms)

@@ -302,6 +302,8 @@ class Adopter:
     _unreleased: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     """Lineage and version of releases that the trainer has not acknowledged yet."""
     _is_releasing: bool = False
+    _refusals: dict[str, str] = field(default_factory=dict[str, str])
+    """Reason that each engine gave last; the same one again is not told."""
 
     async def ready_engines(self) -> list[str]:
         """Engines that serve any version. Raises EngineError when none comes to one in time."""
@@ -408,7 +410,9 @@ class Adopter:
         """Ask again after a while. An engine that refuses for too long is fenced."""
         name, epoch, limits = instruction.engine, instruction.epoch, TIMEOUTS.coordinator
         refuses_s = self.adoption.put_off(instruction, self.report.clock.monotonic())
-        self.report.warn("weights-refused", f"{name}: {reason}")
+        if self._refusals.get(name) != reason:
+            self._refusals[name] = reason
+            self.report.warn("weights-refused", f"{name}: {reason}")
         if refuses_s >= limits.refuses_s:
             self.fence(name, epoch, f"{reason} (it has refused for {refuses_s:.0f} s)")
             return

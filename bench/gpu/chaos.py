@@ -54,8 +54,8 @@ BATCH, BATCH_ON_CPU = 16, 4
 STRIKE_AT = 8
 """Step in which the trainer dies."""
 STEPS_MADE = "SELECT wall_s, detail FROM transitions WHERE to_state = 'TRAINED' AND detail LIKE 'version %'"
-STEPS = {"two": 300, "gang": 300, "colocated": 120}
-"""Of data: while a server starts again up to four steps a second are made by the other, one and a half on one GPU."""
+STEPS = {"two": 300, "gang": 300, "colocated": 600}
+"""Of data: while a server starts again the other makes up to seven steps a second."""
 RESUMED_STEPS = 3
 """Made after the resumption before the time counts as over and the end of the data is waited for."""
 
@@ -193,7 +193,10 @@ def main() -> None:
     stage(work, "kill.toml", launches=not is_cpu or bool(options.python))
     make_learner(work / "model", options.shape or ("2m" if is_cpu else "20m"), seed=0)
     num_prompts = options.steps * (BATCH_ON_CPU if is_cpu else BATCH)
-    write_data(work / "data", 0, num_demonstrations=10, num_prompts=num_prompts, num_heldout=10)
+    # Some are left out since they are held-out words.
+    write_data(work / "data", 0, num_demonstrations=10, num_prompts=num_prompts + 100, num_heldout=10)
+    prompts = work / "data" / "prompts.jsonl"
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[:num_prompts]))
     options.overrides = [*chaos_sets(options), *options.overrides]
     command, env = launch_command(options, work)
     log = work / "chaos.log"

@@ -47,6 +47,7 @@ WEIGHTS_S = 7.0
 SAMPLE_S = 0.2
 OF_MEMORY = re.compile(r"out of memory|not enough memory|outofmemory|refused: .* short", re.IGNORECASE)
 """In what a run says that might go with less memory for the engine."""
+TRAINER_STARTED = re.compile(r"trainer/\d+: attempt \d+ is process (\d+)")
 LEAST_S = 100.0
 """A run with less time than this is not begun a second time."""
 ENDING_S = 30.0
@@ -139,14 +140,9 @@ def memory_points(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def trainer_pids(run_dir: Path) -> set[int]:
-    """As the trainer's ranks told the manager, which wrote it down."""
-    found: set[int] = set()
-    for path in run_dir.glob("memory*.jsonl"):
-        for line in lines(path):
-            report = line.get("report") or {}
-            if str(report.get("tenant", "")).startswith("trainer/"):
-                found |= set(report.get("pids", ()))
-    return found
+    """As the launchers' logs have them."""
+    logs = (path.read_text() for path in run_dir.glob("logs/launcher.*.log"))
+    return {int(pid) for text in logs for pid in TRAINER_STARTED.findall(text)}
 
 
 def sets_of(options: argparse.Namespace, way: str, mem_fraction: float, served: Path | None = None) -> list[str]:

@@ -125,7 +125,7 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
         return None
     from ...actors.tenancy.tenant import WORKSPACE
     from ...actors.trainer.tenant import TrainerTenancy
-    from ...memory.arenas.cuda_memory import vacate
+    from ...memory.arenas.cuda_memory import taken_bytes, vacate
 
     planned = dict(trainer_plan(spec, config))
     if config.memory.workspace_mb:
@@ -135,7 +135,7 @@ def trainer_tenancy(spec: ActorSpec, config: RunConfig, comms: MakeComms) -> Tra
     device = devices_of(spec, config)[0]
     return TrainerTenancy(
         device=device, node=spec.node, planned=planned, share=share_options(config),
-        vacate=functools.partial(vacate, device), comms=comms,
+        taken=functools.partial(taken_bytes, device), vacate=functools.partial(vacate, device), comms=comms,
     )  # fmt: skip
 
 

@@ -39,6 +39,15 @@ def trim_torch_cache(ordinal: int) -> None:
         torch.cuda.empty_cache()
 
 
+def taken_bytes(device: str) -> int:
+    """Bytes of the current GPU that torch has outside of pools, its cache included; 0 on a stand-in ("host:<n>")."""
+    if device.startswith("host:"):
+        return 0
+    ordinal, common = torch.cuda.current_device(), (0, 0)
+    segments = cast("list[dict[str, Any]]", torch.cuda.memory_snapshot())  # pyright: ignore[reportUnknownMemberType]
+    return sum(s["total_size"] for s in segments if (s["device"], s["segment_pool_id"]) == (ordinal, common))
+
+
 def vacate(device: str) -> None:
     """What torch caches on the current GPU, tensors in young cycles included; nothing on a stand-in ("host:<n>")."""
     if not device.startswith("host:"):

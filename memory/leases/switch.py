@@ -7,7 +7,8 @@
 A tenant answers a survey once no earlier command is being carried out, and then obeys no command of an older epoch: its
 answer is the truth, and nothing has to be remembered between two leases. Epochs of a restarted manager are above all of
 its predecessors. A tenant that is there and does not answer gets no commands in this lease, and counts as holding all
-that it ever reported; what the processes of one that is gone still hold is in the measurement.
+that it ever reported; while one never reported to this manager, which may carry out a command of the last one, nothing
+is granted. What the processes of one that is gone still hold is in the measurement.
 
 A plan has the steps drain, release, verify, restore, commit; each ends when all its tenants answered. Going forward,
 one refusal or missed deadline ends the plan, early enough to leave time for the way back; there, a tenant that does not
@@ -185,6 +186,8 @@ class Switch:
         self._phase = "survey"
         self._phase_started = self._now()
         self._pending: set[str] = set()
+        self._unknown: set[str] = set()
+        """Tenants that are there, did not answer this manager yet, and may hold anything."""
         self._trouble = ""
         """Why the last measurement brought no readings."""
 
@@ -227,7 +230,8 @@ class Switch:
         for _ in range(MAX_PLANS):
             if plan.is_empty:
                 return
-            reason = await self._carry_out(plan)
+            if reason := await self._carry_out(plan):
+                self._site.note(min(self._ledger.devices, default=""), "", "short", reason.removeprefix("refused: "))
             # Nothing is missing then, as a rule. But a member may have been restarted, and a measurement may show
             # memory that the books do not have, so that more has to leave.
             following = self._planned()
@@ -253,8 +257,9 @@ class Switch:
 
     def _planned(self) -> SwitchPlan | Shortage:
         names = self._leases.gangs.get(self._request.gang, ())
-        if missing := [name for name in names if name not in self._ledger.tenants]:
-            return Shortage(f"{', '.join(missing)} of gang {self._request.gang} did not report", may_pass=True)
+        missing = {name for name in names if name not in self._ledger.tenants} | self._unknown
+        if missing:
+            return Shortage(f"{', '.join(sorted(missing))} did not report", may_pass=True)
         return build(self._ledger, self._request)
 
     async def _carry_out(self, plan: SwitchPlan) -> str:
@@ -363,6 +368,7 @@ class Switch:
         self._epoch = epoch = self._leases.next_epoch()
 
         async def ask(name: str) -> None:
+            self._unknown.discard(name)
             command = MemoryCommand(
                 command_id=f"{self._request.request_id}.{epoch}.survey.{name}",
                 epoch=epoch,
@@ -378,6 +384,8 @@ class Switch:
                 self._ledger.tenants.pop(name, None)
                 if (report := self._leases.reports.get(name)) is not None:
                     self._ledger.add(report, f"does not answer (asked for {within_s:.1f} s)")
+                else:
+                    self._unknown.add(name)
 
         await asyncio.gather(*map(ask, names))
 

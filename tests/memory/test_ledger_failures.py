@@ -235,6 +235,20 @@ def test_a_new_manager_obeys_the_tenants_and_no_command_of_its_predecessor(world
     assert granted(world, "trainer", "rollout")
 
 
+def test_a_new_manager_grants_nothing_before_each_tenant_that_is_there_answers(world: World) -> None:
+    stop_at(world, "restore", "rollout/1")
+    world.lease("rollout", ALL["rollout"], (), True, 60.0)
+    world.advance(1)
+    world.requests.clear()
+    world.restart_manager()
+    reply = answer(world, "trainer")
+    assert (reply.granted, reply.reason) == (False, "refused: rollout/1 did not report")
+    world.cont("rollout/1")  # and it carries out what the first manager told it
+    world.advance(5)
+    assert granted(world, "trainer")
+    assert granted(world, "rollout")
+
+
 def test_an_engine_over_several_devices_leaves_and_returns_by_one_command_each(make_world: MakeWorld) -> None:
     world = make_world(3, SPANNING)
     granted(world, "rollout", "trainer")

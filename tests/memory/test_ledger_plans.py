@@ -163,6 +163,16 @@ def test_of_an_optimizer_in_parts_as_many_leave_as_are_needed(wanted: int, other
     assert len(left & set(OPTIMIZER_PARTS)) == num_parts
 
 
+@pytest.mark.parametrize(("wanted", "leaves"), [(84, {"workspace"}), (88, {"workspace", "grads"})])
+def test_room_that_was_not_taken_yet_frees_nothing_when_it_leaves(wanted: int, leaves: set[Tag]) -> None:
+    tags = (tag("grads", 10), tag("workspace", 24))
+    trainer = TenantReport("trainer/0", 1, "trainer", ("gpu",), (1,), "active", tags, reserved_bytes=4 * GIB)
+    engine = tenant("rollout/0", "rollout", tag("kv_cache", wanted, "discard", "discarded"), state="quiet")
+    # Of 100 GiB strangers have 5 and the trainer 30: 85 are free once its room has left, 95 without its gradients.
+    plan = plan_of(ledger_of(trainer, engine, free_gib=65), ask("rollout", "kv_cache"))
+    assert set(plan.release["trainer/0"]) == leaves
+
+
 def test_parts_are_one_holder() -> None:
     parts = [tag(part, 2, "backup") for part in OPTIMIZER_PARTS]
     ledger = ledger_of(tenant("trainer/0", "trainer", *parts))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from myxa.actors.tenancy.tenant import Tenant, TenantOptions
+from myxa.actors.tenancy.tenant import CountedRoom, Tenant, TenantOptions
 from myxa.core.clock import SystemClock
 from myxa.core.daemon_thread import in_daemon_thread
 from myxa.core.device_memory import CommandKind, MemoryCommand, MemoryReply, Tag, TagReport
@@ -206,3 +206,15 @@ async def test_what_is_planned_is_leased_before_it_is_there() -> None:
     loaded = bench.tenant.report()
     assert (loaded.state, loaded.reserved_bytes) == ("quiet", 0)
     assert {t.tag: t.num_bytes for t in loaded.tags} == {"optimizer": 100, "nccl": 0}
+
+
+async def test_of_room_for_steps_only_what_torch_did_not_take_yet_is_reserved() -> None:
+    bench, taken = Bench(), [0]
+    room = CountedRoom({"workspace": (100, "discard")}, is_held=True, taken=lambda: taken[0])
+    bench.tenant.loaded((room,))
+    assert bench.tenant.report().reserved_bytes == 100
+    taken[0] = 80
+    assert bench.tenant.report().reserved_bytes == 20
+    taken[0] = 130
+    assert bench.tenant.report().reserved_bytes == 0
+    assert (await bench.tell("release", tags=("workspace",))).report.reserved_bytes == 0
