@@ -47,22 +47,14 @@ class EnlistReply(Record, frozen=True, kw_only=True):
     """Why not."""
     is_early: bool = False
     """The run is being started: it may ask again."""
+    run_dir: str = ""
     config: str = ""
-    """The run's configuration as TOML."""
-    program: str = ""
-    actors: tuple[ActorSpec, ...] = ()
-    """Of the run's start; for a late node one such as it will have."""
-
-
-class RunDescription(Record, frozen=True, kw_only=True):
-    """What a node must know before it starts actors."""
-
-    run_id: str
-    run_dir: str
-    config: str
     """The run's configuration as TOML, with the checkpoint to begin from and the names of copies of code."""
     code: dict[str, str] = {}
     """Copies of the user's files: path below the run directory -> text; see `frozen_code.py`."""
+    program: str = ""
+    actors: tuple[ActorSpec, ...] = ()
+    """Of the run's start; for a late node one such as it will have."""
 
 
 class LogRequest(Record, frozen=True, kw_only=True):
@@ -130,11 +122,6 @@ class ChildEnd(Record, frozen=True, kw_only=True):
 
 class AgentContract(Actor):
     """Starts and ends the processes of its node; decides nothing."""
-
-    @call(deadline=30)
-    async def prepare(self, plan: RunDescription) -> None:
-        """Make the run directory and be ready for orders."""
-        raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
     async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:

@@ -22,6 +22,7 @@ from ..core.config.data import ENVIRONMENT, parse_sources
 from ..core.config.run import EnvironmentSettings
 from ..core.errors import ConfigError, LaunchError, raised_as
 from ..core.files import write_durably
+from .run_dir import RunDir
 
 CODE, ROWS = "code", "rows"
 ENVIRONMENT_WORKER = "myxa.actors.environments.worker"
@@ -114,18 +115,21 @@ def _renamed(config: RunConfig, names: Mapping[str, str]) -> RunConfig:
     return config.model_copy(update={"algo": config.algo.model_copy(update=dict(names))})
 
 
-def write_code(run_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the copies. Raises LaunchError for a path that leads elsewhere, or if the disk refuses."""
+def post_run(run_dir: RunDir, config: str, files: Mapping[str, str]) -> None:
+    """Make sure that the directory is there, with the run's configuration and the copies. Raises LaunchError for a path
+    that leads elsewhere, or if the disk refuses."""
+    RunDir.join(str(run_dir.path))
     for name, text in files.items():
         parts = PurePosixPath(name).parts
         if len(parts) < 3 or parts[0] != CODE or ".." in parts:
             raise LaunchError(f"{name} is no place for a copy of code", remedy="this is a bug; report it")
-        path = run_dir.joinpath(*parts)
+        path = run_dir.path.joinpath(*parts)
         with raised_as(LaunchError, f"{path} cannot be written", OSError, remedy="set run.dir"):
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+    run_dir.post_config(config)
 
 
 def _copy_of(path: Path, code: Path, key: str) -> tuple[str, dict[str, str]]:

@@ -24,16 +24,16 @@ from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
 from ..core.clock import SystemClock
-from ..core.config import RunConfig, dump_config
+from ..core.config import RunConfig
 from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import LaunchError
 from ..core.process import adopting_orphans
 from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
-from .contracts import SUPERVISOR, EnlistReply, NodeFacts, RunDescription, SupervisorContract, agent_name
+from .contracts import SUPERVISOR, EnlistReply, NodeFacts, SupervisorContract, agent_name
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
-from .frozen_code import Frozen, freeze
+from .frozen_code import Frozen, freeze, post_run
 from .nodes.agent import Agent
 from .nodes.follower import follow
 from .nodes.launch_options import LaunchOptions, facts_of, fork_server_of, made_ready, with_start
@@ -118,17 +118,17 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
         from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
 
         async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
-            text, frozen, run_dir = await _prepared(config, actors, options, rendezvous, stack)
+            frozen, run_dir = await _prepared(config, actors, options, rendezvous, stack)
             config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
             with _logging(run_dir, 0, screen), screen, rendezvous.posted(run_dir.rdzv):
-                welcome = EnlistReply(config=text, program=options.program, actors=actors)
+                welcome = EnlistReply(
+                    run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files), program=options.program,
+                    actors=actors,
+                )  # fmt: skip
                 membership = Membership(options.place.num_nodes, welcome, config, options.place.max_nodes)
-                plan = RunDescription(
-                    run_id=run_dir.path.name, run_dir=str(run_dir.path), config=frozen.text, code=dict(frozen.files)
-                )
                 supervisor = RunSupervisor(
-                    membership, plan, rendezvous.exit_seen, jitter=random.Random().random, timeouts=options.timeouts
+                    membership, rendezvous.exit_seen, jitter=random.Random().random, timeouts=options.timeouts
                 )
                 screen.say(f"run directory: {run_dir.path}")
                 if options.place.num_nodes > 1:
@@ -138,7 +138,8 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
                 is_alone = options.place.is_alone
                 agent = Agent(
-                    options, runtime.path, key_for=None if is_alone else rendezvous.key_for, fork_server=fork_server,
+                    options, runtime.path, run_dir, fork_server=fork_server,
+                    key_for=None if is_alone else rendezvous.key_for,
                     base_env=NCCL_WITHIN_HOST if is_alone and not config.engine.attach else {},
                 )  # fmt: skip
                 ending = await _conduct(context, rendezvous, runtime, agent, options, screen)
@@ -162,9 +163,8 @@ async def _prepared(
     options: LaunchOptions,
     rendezvous: NodeRendezvous,
     stack: contextlib.AsyncExitStack,
-) -> tuple[str, Frozen, RunDir]:
-    """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack.
-    Returns what the other nodes get before they join, as TOML, too."""
+) -> tuple[Frozen, RunDir]:
+    """Fetch what is of the hub, check what this node's actors need, and make the run directory, held by the stack."""
     with Waiting("checking what the run needs", sys.stdout, is_quiet=options.is_quiet) as waiting:
         if not options.place.is_alone:
             await rendezvous.node.start(_NotReady(waiting), name=SUPERVISOR)
@@ -172,12 +172,13 @@ async def _prepared(
         waiting.now("copying code, and making the rows of environments")
         if options.run_dir is not None:  # refuse before anything there is changed
             await in_daemon_thread(partial(freeze, config, options.run_dir.path), "freeze")
-        text, config = dump_config(config), with_start(config, options)
+        config = with_start(config, options)
         run_dir = stack.enter_context(_run_dir(config, options))
         frozen = await in_daemon_thread(partial(freeze, config, run_dir.path), "freeze")
+        post_run(run_dir, frozen.text, frozen.files)
         if not options.place.is_alone:
             await rendezvous.node.stop(SUPERVISOR)
-    return text, frozen, run_dir
+    return frozen, run_dir
 
 
 @contextlib.contextmanager

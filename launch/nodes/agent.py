@@ -25,12 +25,10 @@ from ..contracts import (
     ChildEnd,
     LogChunk,
     LogRequest,
-    RunDescription,
     StackReply,
     SupervisorContract,
 )
 from ..first_failure import RunEnd, read_end
-from ..frozen_code import write_code
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
@@ -51,11 +49,11 @@ KILL_S = 5.0
 class Agent(AgentContract):
     """Of the node `options.place`. `runtime_dir`: with the rendezvous record. `key_for` makes the key of a process and
     registers it at the registry; None: processes need no key. `base_env`: variables of actors; the launcher's own
-    environment overrides them. `must_share`: the run directory has to be there already, as on the other nodes."""
+    environment overrides them."""
 
     def __init__(
-        self, options: LaunchOptions, runtime_dir: Path, *, key_for: KeyFor | None = None,
-        fork_server: ForkServer | None = None, base_env: Mapping[str, str] | None = None, must_share: bool = False,
+        self, options: LaunchOptions, runtime_dir: Path, run_dir: RunDir, *, key_for: KeyFor | None = None,
+        fork_server: ForkServer | None = None, base_env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.left: asyncio.Future[RunEnd] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
@@ -63,12 +61,10 @@ class Agent(AgentContract):
         self._lost_s = options.timeouts.lost_s
         self._program = options.program
         self._runtime_dir = runtime_dir
+        self._run_dir = run_dir
         self._key_for = key_for
         self._fork_server = fork_server
         self._base_env = base_env or {}
-        self._must_share = must_share
-        self._plan: RunDescription | None = None
-        self._run_dir: RunDir | None = None
         self._children: dict[str, Child] = {}
         self._starting: dict[str, asyncio.Task[Child]] = {}
         self._meetings: dict[str, tuple[int, socket.socket]] = {}
@@ -129,17 +125,6 @@ class Agent(AgentContract):
         is_server = self._fork_server is not None and self._fork_server.pid == pid
         return is_server or any(child.pid == pid for child in self.children)
 
-    async def prepare(self, plan: RunDescription) -> None:
-        if self._must_share and not RunDir(Path(plan.run_dir)).config.exists():
-            raise LaunchError(
-                f"{plan.run_dir} is not there on {socket.gethostname()}: weights travel through it",
-                remedy="have run.dir on a file system that all nodes share",
-            )
-        self._plan = plan
-        self._run_dir = RunDir.join(plan.run_dir)
-        write_code(self._run_dir.path, plan.code)
-        self._run_dir.post_config(plan.config)
-
     async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:
         held = self._meetings.get(gang)
         if held is None or held[0] != attempt:
@@ -159,7 +144,7 @@ class Agent(AgentContract):
         else:
             self.ctx.log.info("%s: attempt %d is process %d", name, actor.attempt, child.pid)
             return child.pid
-        if self._run_dir is not None and name not in self._children:
+        if name not in self._children:
             with contextlib.suppress(OSError):  # what prevents a start may prevent its log too
                 self._run_dir.log_path(name, actor.attempt).write_text(f"{failure}\n", encoding="utf-8")
         raise failure
@@ -190,17 +175,15 @@ class Agent(AgentContract):
             task.cancel()
 
     async def _make_child(self, actor: ActorSpec, meeting: GangRendezvous | None) -> Child:
-        plan, run_dir, name = self._plan, self._run_dir, actor.name
-        if plan is None or run_dir is None:
-            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="this is a bug; report it")
+        name, run_dir = actor.name, self._run_dir
         key = await self._key_for(name) if self._key_for is not None else ""
         spec = ProcessSpec(
-            actor=actor, launcher_pid=os.getpid(), run_dir=plan.run_dir, key=key,
+            actor=actor, launcher_pid=os.getpid(), run_dir=str(run_dir.path), key=key,
             socket_dir=str(self._runtime_dir), program=self._program,
         )  # fmt: skip
         env = child_env(
             {**self._base_env, **os.environ}, actor,
-            spec_path=str(write_spec(spec, self._runtime_dir)), run_id=plan.run_id, meeting=meeting,
+            spec_path=str(write_spec(spec, self._runtime_dir)), run_id=run_dir.path.name, meeting=meeting,
         )  # fmt: skip
         child, on_exit, log_path = None, self._on_child_end, run_dir.new_log(name, actor.attempt)
         if self._fork_server is not None and is_forked(actor):
@@ -243,8 +226,6 @@ class Agent(AgentContract):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
 
     async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
-        if self._run_dir is None:
-            raise LaunchError(f"{self.ctx.name} is not prepared", remedy="try again when the run has started")
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
         return await asyncio.to_thread(read_logs, self._run_dir, self._node, request)
 

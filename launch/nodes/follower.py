@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -31,6 +32,8 @@ from ...core.retry import until_answered
 from ..composition.weight_channels import choose_channel
 from ..contracts import SUPERVISOR, EnlistReply, SupervisorContract, agent_name
 from ..first_failure import RunEnd
+from ..frozen_code import post_run
+from ..run_dir import RunDir
 from ..runtime_dir import RuntimeDir
 from ..stop_signals import CTRL_C, stop_signals
 from ..waiting import Waiting
@@ -95,7 +98,7 @@ class _Follower:
     async def take_part(self, runtime: Path, reply: EnlistReply) -> RunEnd:
         options, node = replace(self._options, program=reply.program), self._node
         with Waiting("reading the run file of node 0", sys.stdout) as waiting:
-            work = asyncio.get_running_loop().create_task(self._make_ready(runtime, reply, waiting))
+            work = asyncio.get_running_loop().create_task(self._make_ready(reply, waiting))
             try:
                 while not (await asyncio.wait({work}, timeout=ASK_AGAIN_S))[0]:
                     await self._join(doing=waiting.text)
@@ -104,9 +107,8 @@ class _Follower:
         config = work.result()
         gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, node), "gpus")
         server = fork_server_of(config, reply.actors, reply.program, node, runtime)
-        must_share = options.is_late and choose_channel(config) == "disk"
-        key_for = self._rendezvous.key_for
-        agent = Agent(options, runtime, key_for=key_for, fork_server=server, must_share=must_share)
+        run_dir = RunDir(Path(reply.run_dir))
+        agent = Agent(options, runtime, run_dir, key_for=self._rendezvous.key_for, fork_server=server)
         await self._rendezvous.node.start(agent, name=agent_name(node))
         await self._join(gpus=gpus)
         agent.mind_node_0()
@@ -119,12 +121,16 @@ class _Follower:
         _say(f"ended: {farewell.reason}")
         return farewell
 
-    async def _make_ready(self, runtime: Path, reply: EnlistReply, waiting: Waiting) -> RunConfig:
+    async def _make_ready(self, reply: EnlistReply, waiting: Waiting) -> RunConfig:
         """The run's configuration, once this node has what its actors need. Node 0 hears of an error, too."""
+        run_dir = RunDir(Path(reply.run_dir))
         try:
-            path = runtime / "run.toml"
-            path.write_text(reply.config, encoding="utf-8")
-            return await made_ready(load_config(path), reply.actors, reply.program, self._node, waiting)
+            config = load_config(run_dir.config, text=reply.config)
+            if self._options.is_late and choose_channel(config) == "disk" and not run_dir.config.exists():
+                cause = f"{run_dir.path} is not there on {socket.gethostname()}: weights travel through it"
+                raise LaunchError(cause, remedy="have run.dir on a file system that all nodes share")
+            post_run(run_dir, reply.config, reply.code)
+            return await made_ready(config, reply.actors, reply.program, self._node, waiting)
         except MyxaError as error:
             _say(f"this node cannot take part and reports this to node 0: {error}", is_error=True)
             with suppress(CallError, LaunchError):  # node 0 may have failed for the same reason

@@ -56,7 +56,6 @@ from ..contracts import (
     ChildEnd,
     EnlistReply,
     NodeFacts,
-    RunDescription,
     SupervisorContract,
     agent_name,
 )
@@ -95,18 +94,16 @@ class RunSupervisor(SupervisorContract):
     """The launcher of node 0 hosts it and calls `gather`, `start_all` and `stop_all` directly."""
 
     def __init__(
-        self, membership: Membership, plan: RunDescription, exit_seen: Callable[[ChildEnd], Awaitable[None]], *,
+        self, membership: Membership, exit_seen: Callable[[ChildEnd], Awaitable[None]], *,
         jitter: Callable[[], float], timeouts: LauncherTimeouts,
     ) -> None:  # fmt: skip
-        """`plan`: what nodes get once they have joined; it may name other files than `membership.welcome`. `exit_seen`
-        is called for every end of a process, before this acts on it."""
+        """`exit_seen` is called for every end of a process, before this acts on it."""
         self.failed: asyncio.Future[FailRun] = asyncio.get_running_loop().create_future()
         """Set when an actor may not be started again, or a node is lost."""
         self.stop_requested: asyncio.Future[StopRequest] = asyncio.get_running_loop().create_future()
         self.failures = Failures()
         """The first failure with the end of its log and its consequences; complete once the process has ended."""
         self.membership = membership
-        self._plan = plan
         self._exit_seen = exit_seen
         self._timeouts = timeouts
         self._first_actors = membership.welcome.actors
@@ -167,9 +164,7 @@ class RunSupervisor(SupervisorContract):
     # -- for the launcher ---------------------------------------------------------------------------------------
 
     async def start_all(self) -> None:
-        """Prepare every node, start every actor in order; a slow one delays no other. Continues if cancelled."""
-        for node in range(self.membership.num_nodes):
-            await self.agent(node).prepare(self._plan)
+        """Start every actor in order; a slow one delays no other. Continues if cancelled."""
         starts: set[asyncio.Task[None]] = set()
         for actor in self._first_actors:
             if self._rules.on_launch(actor.name, 0):  # false if the run or its gang failed already
@@ -343,7 +338,6 @@ class RunSupervisor(SupervisorContract):
     async def _welcome(self, node: int) -> None:
         """Start the actors of a late node that has joined."""
         try:
-            await self.agent(node).prepare(self._plan)
             if self.membership.is_staying(node):
                 for actor in staff_node(self.membership.run, node, self.present()):
                     self.hire(actor)
@@ -441,7 +435,7 @@ class RunSupervisor(SupervisorContract):
     def _failed_start(self, actor: ActorSpec, attempt: int, error: MyxaError) -> ChildEnd:
         is_answer = isinstance(error, ConfigError | LaunchError)
         status = error.exit_code if is_answer else LaunchError.exit_code  # a failed call says nothing of the run file
-        log_path = RunDir(Path(self._plan.run_dir)).log_path(actor.name, attempt)
+        log_path = RunDir(Path(self.membership.welcome.run_dir)).log_path(actor.name, attempt)
         return ChildEnd(
             name=actor.name, attempt=attempt, status=status, node=actor.node, log_path=str(log_path),
             tail=(f"{CAUSE}{'' if is_answer else f'{actor.name} was not started: '}{error}",),

@@ -24,7 +24,6 @@ from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.contracts import (
     SUPERVISOR,
     AgentContract,
-    RunDescription,
     SupervisorContract,
     agent_name,
 )
@@ -33,12 +32,14 @@ from myxa.launch.nodes.agent import Agent, KeyFor
 from myxa.launch.nodes.child import Child, start_child
 from myxa.launch.nodes.follower import _lend
 from myxa.launch.nodes.launch_options import LaunchOptions
+from myxa.launch.run_dir import RunDir
 from myxa.launch.stop_signals import TWICE_S
 from myxa.transport.node import Node
 
 
 def agent_of(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> Agent:
-    return Agent(LaunchOptions(place=NodePlace(node, 2, None)), folder / "runtime", key_for=key_for)
+    run_dir = RunDir.join(str(folder / "run"))
+    return Agent(LaunchOptions(place=NodePlace(node, 2, None)), folder / "runtime", run_dir, key_for=key_for)
 
 
 def order(**actor: Any) -> ActorSpec:
@@ -48,12 +49,10 @@ def order(**actor: Any) -> ActorSpec:
 @asynccontextmanager
 async def agent_in(folder: Path, key_for: KeyFor | None = None) -> AsyncIterator[tuple[Agent, AgentContract]]:
     (folder / "runtime").mkdir()
-    (folder / "run").mkdir()
     node = await Node.attach(name="launcher/0", network=InprocNetwork())
     try:
         agent = agent_of(folder, key_for=key_for)
         ref = await node.start(agent, agent_name(0))
-        await ref.prepare(RunDescription(run_id="r", run_dir=str(folder / "run"), config=""))
         yield agent, ref
     finally:
         await node.close(grace_s=1)
@@ -143,14 +142,7 @@ async def test_no_key_may_be_there_the_next_time(tmp_path: Path):
     assert "the registry is away" in str(failure)
 
 
-async def test_one_that_is_not_prepared_or_has_that_process_already_says_so(tmp_path: Path):
-    node = await Node.attach(name="launcher/0", network=InprocNetwork())
-    try:
-        ref = await node.start(agent_of(tmp_path), agent_name(0))
-        failure = await failure_of(ref.start_actor(order()))
-        assert "launcher/0 is not prepared" in str(failure)
-    finally:
-        await node.close(grace_s=1)
+async def test_one_that_has_that_process_already_says_so(tmp_path: Path):
     async with agent_in(tmp_path) as (agent, ref):
         child = start_child(
             "rollout/0", 4, ["/bin/sleep", "60"], env={}, log_path=tmp_path / "log", on_exit=agent._on_child_end

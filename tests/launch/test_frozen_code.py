@@ -13,7 +13,8 @@ import pytest
 from myxa.actors.user_code.functions import REWARD_POST_PROCESS, load_function
 from myxa.core.config import RunConfig, load_config
 from myxa.core.errors import ConfigError, LaunchError
-from myxa.launch.frozen_code import freeze, write_code
+from myxa.launch.frozen_code import freeze, post_run
+from myxa.launch.run_dir import RunDir
 
 RAW: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 
@@ -47,9 +48,8 @@ def test_a_file_goes_with_all_that_it_needs_from_beside_it(tmp_path: Path, mine:
     assert algo.loss_fn == f"{run_dir}/code/{folder}/mine.py:f"
     assert algo.advantage_fn == f"{run_dir}/code/{folder}/mine.py:g"
     assert algo.reward_post_process == "json:dumps"
-    write_code(run_dir, frozen.files)
+    post_run(RunDir(run_dir), frozen.text, frozen.files)
     assert Path(algo.loss_fn.removesuffix(":f")).read_text() == mine.read_text()
-    (run_dir / "config.toml").write_text(frozen.text)
     assert load_config(run_dir / "config.toml").algo == algo
     run_dir.rename(tmp_path / "moved")
     assert load_config(tmp_path / "moved" / "config.toml").algo.loss_fn == f"{tmp_path}/moved/code/{folder}/mine.py:f"
@@ -58,13 +58,13 @@ def test_a_file_goes_with_all_that_it_needs_from_beside_it(tmp_path: Path, mine:
 def test_a_copy_of_this_run_stays_as_it_is_and_that_of_another_run_is_copied(tmp_path: Path, mine: Path) -> None:
     run_dir, child = tmp_path / "run", tmp_path / "child"
     frozen = freeze(config_of(loss_fn=f"{mine}:f"), run_dir)
-    write_code(run_dir, frozen.files)
+    post_run(RunDir(run_dir), frozen.text, frozen.files)
     copy = Path(frozen.config.algo.loss_fn.removesuffix(":f"))
     copy.write_text("# mended here\n" + copy.read_text())
     again = freeze(frozen.config, run_dir)
     assert again.config == frozen.config
     assert again.files.keys() == frozen.files.keys()
-    write_code(run_dir, again.files)
+    post_run(RunDir(run_dir), again.text, again.files)
     assert copy.read_text().startswith("# mended here")
     forked = freeze(frozen.config, child)
     assert forked.config.algo.loss_fn.startswith(f"{child}/code/")
@@ -94,7 +94,7 @@ def test_a_copy_imports_the_copies_beside_it_also_where_the_run_was_started(tmp_
     (tmp_path / "late_fz.py").write_text("X = 1\n")
     (tmp_path / "json").mkdir()  # of data
     frozen = freeze(config_of(reward_post_process="mine.py:f"), tmp_path / "run")
-    write_code(tmp_path / "run", frozen.files)
+    post_run(RunDir(tmp_path / "run"), frozen.text, frozen.files)
     original.write_text("X = 2\n")
     (tmp_path / "late_fz.py").write_text("X = 2\n")
     found = load_function(frozen.config.algo.reward_post_process, REWARD_POST_PROCESS).fn(())
@@ -125,5 +125,5 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path, content: bytes, said: 
 @pytest.mark.parametrize("name", ["code/a/../../../x.py", "logs/a/x.py", "/code/a/x.py", "code/x.py"])
 def test_copies_are_written_to_their_place_only(tmp_path: Path, name: str) -> None:
     with pytest.raises(LaunchError, match="no place for a copy"):
-        write_code(tmp_path, {name: ""})
+        post_run(RunDir(tmp_path), "", {name: ""})
     assert not list(tmp_path.rglob("*.py"))

@@ -26,7 +26,6 @@ from myxa.launch.contracts import (
     ChildEnd,
     EnlistReply,
     NodeFacts,
-    RunDescription,
     SupervisorContract,
     agent_name,
 )
@@ -70,9 +69,6 @@ class Hands(AgentContract):
         self.undead: set[str] = set()
         self.end_s = 0.0
         """How long it takes to end one."""
-
-    async def prepare(self, plan: RunDescription) -> None:
-        pass
 
     async def hold_meeting(self, gang: str, attempt: int, address: str) -> GangRendezvous:
         self.held.add((gang, attempt))
@@ -173,14 +169,13 @@ def staged(
 
     async def scenario(seed: int) -> Any:
         async with Sim(seed) as sim:
-            membership = Membership(num_nodes, EnlistReply(actors=actors), RUN)
-            plan = RunDescription(run_id="r", run_dir="/nowhere", config="")
+            membership = Membership(num_nodes, EnlistReply(run_dir="/nowhere", actors=actors), RUN)
             seen: list[ChildEnd] = []
 
             async def exit_seen(end: ChildEnd) -> None:
                 seen.append(end)
 
-            stage = Stage(sim, RunSupervisor(membership, plan, exit_seen, jitter=lambda: 0.0, timeouts=timeouts))
+            stage = Stage(sim, RunSupervisor(membership, exit_seen, jitter=lambda: 0.0, timeouts=timeouts))
             home = sim.nodes["launcher/0"].node
             await stage.on_0(lambda: home.start(stage.supervisor, SUPERVISOR))
             for number in range(num_nodes):

@@ -14,10 +14,9 @@ from myxa.core.config import RunConfig, dump_config, load_config
 from myxa.core.errors import ConfigError
 from myxa.launch import launcher
 from myxa.launch.cli import main
-from myxa.launch.contracts import RunDescription
 from myxa.launch.first_failure import RunEnd
-from myxa.launch.node_place import NodePlace, find_place
-from myxa.launch.nodes.agent import Agent
+from myxa.launch.frozen_code import post_run
+from myxa.launch.node_place import find_place
 from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
@@ -95,12 +94,11 @@ def test_a_scheduler_says_who_is_who_once_several_are_meant(
     assert alone.place == ALONE, "one machine of an allocation goes on with a run of its own"
 
 
-async def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
+def test_what_node_0_posts_is_what_every_node_runs(run: RunOnDisk, tmp_path: Path):
     told = load_config(run.path / "config.toml", [f'trainer.resume="{run.path}"'])
     posted = dump_config(with_start(told, LaunchOptions(place=ALONE)))
-    agent = Agent(LaunchOptions(place=NodePlace(1, 2, None)), tmp_path)
     place = tmp_path / "runs" / "next"
-    await agent.prepare(RunDescription(run_id="next", run_dir=str(place), config=posted))
+    post_run(RunDir(place), posted, {})
     assert load_config(place / "config.toml").trainer.resume == str(run.place(4))
 
 
