@@ -6,6 +6,7 @@ from ..core.actor import Actor
 from ..core.handlers import call
 from ..core.record import Record
 from .actor_spec import ActorSpec, GangRendezvous
+from .control.verbs import LogsArguments
 
 SUPERVISOR = "supervisor"
 
@@ -55,20 +56,6 @@ class EnlistReply(Record, frozen=True, kw_only=True):
     program: str = ""
     actors: tuple[ActorSpec, ...] = ()
     """Of the run's start; for a late node one such as it will have."""
-
-
-class LogRequest(Record, frozen=True, kw_only=True):
-    """A request for a part of an actor's log: the last lines, or what follows an earlier position."""
-
-    name: str
-    """An actor, or "launcher": that of the node itself."""
-    num_lines: int = 100
-    """Without a place: so many of the last lines."""
-    grep: str = ""
-    engine: bool = False
-    """The log of the server that the actor launched, instead of its own."""
-    after: dict[str, tuple[str, int]] = {}
-    """By the name of a chunk: the file that was read last, and how many bytes of it."""
 
 
 class LogChunk(Record, frozen=True, kw_only=True):
@@ -142,8 +129,8 @@ class AgentContract(Actor):
         raise NotImplementedError
 
     @call(deadline=30, reentrant=True)
-    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
-        """Read a log file of this node."""
+    async def read_logs(self, request: LogsArguments) -> tuple[LogChunk, ...]:
+        """A part of a log of this node. Its target: an actor, or "launcher", that of the node itself."""
         raise NotImplementedError
 
     @call(deadline=60, reentrant=True)

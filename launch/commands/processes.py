@@ -77,16 +77,14 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _logs_from_files(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Of a run that is over; the logs of other nodes are there. Raises ConfigError for one that is not here."""
-    from ..contracts import LogRequest
     from ..nodes.log_reader import read_logs
     from ..run_dir import RunDir
 
     run_dir, target = RunDir(folder), options.target.removesuffix("/*")
     actors = sorted(path.stem.replace(".", "/") for path in (run_dir.logs / "latest").glob("*.log"))
     names = [name for name in actors if target in (name, name.partition("/")[0], "all")] or [target]
-    requests = [
-        LogRequest(name=name, num_lines=options.num_lines, grep=options.grep, engine=options.engine) for name in names
-    ]
+    request = verbs.LogsArguments(**arguments_of(options, verbs.LOGS))
+    requests = [msgspec.structs.replace(request, target=name) for name in names]
     return [msgspec.to_builtins(chunk) for request in requests for chunk in read_logs(run_dir, 0, request)]
 
 

@@ -11,11 +11,13 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
-from ..contracts import LogChunk, LogRequest, ProcessContract, ProfileReply, StackReply, process_name
+from ..contracts import LogChunk, ProcessContract, ProfileReply, StackReply, process_name
 from ..supervisor.placement import START_ORDER, check_leaver, scale
 from ..views.run_view import ActorFacts
 from . import verbs
@@ -157,9 +159,8 @@ LAUNCHER = "launcher"
 
 
 async def _logs(context: VerbContext, arguments: verbs.LogsArguments, operator: Operator) -> list[LogChunk]:
-    wanted = {name: getattr(arguments, name) for name in ("num_lines", "grep", "engine", "after")}
     reads = [
-        context.supervisor.agent(node).read_logs(LogRequest(name=name, **wanted))
+        context.supervisor.agent(node).read_logs(replace(arguments, target=name))
         for node, name in _log_owners(context, arguments.target)
     ]
     answers = await asyncio.gather(*reads, return_exceptions=True)

@@ -24,10 +24,10 @@ from ..contracts import (
     AgentContract,
     ChildEnd,
     LogChunk,
-    LogRequest,
     StackReply,
     SupervisorContract,
 )
+from ..control.verbs import LogsArguments
 from ..first_failure import RunEnd, read_end
 from ..run_dir import RunDir
 from ..worker_spec import ProcessSpec, child_env, worker_command, write_spec
@@ -225,7 +225,7 @@ class Agent(AgentContract):
         for child in await _still_there(hung, KILL_S):
             self.ctx.log.error("%s (process %d) survives SIGKILL: it hangs in the kernel", child.name, child.pid)
 
-    async def read_logs(self, request: LogRequest) -> tuple[LogChunk, ...]:
+    async def read_logs(self, request: LogsArguments) -> tuple[LogChunk, ...]:
         # In a thread: it may look through megabytes on a slow disk, and this process serves the run meanwhile.
         return await asyncio.to_thread(read_logs, self._run_dir, self._node, request)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ...core.errors import ConfigError
-from ..contracts import LogChunk, LogRequest
+from ..contracts import LogChunk
+from ..control.verbs import LogsArguments
 from ..run_dir import RunDir
 
 SERVER = ".sglang.log"
@@ -20,24 +21,23 @@ SERVER = ".sglang.log"
 CHUNK_BYTES = 128 * 1024
 TAIL_BYTES = 4 * 1024 * 1024
 """Looked through from the end for the last lines that hold a text."""
-MAX_LINES = 10_000
 MAX_LINE = 4000
 """Characters of a line; the rest is cut off."""
 
 
-def read_logs(run_dir: RunDir, node: int, request: LogRequest) -> tuple[LogChunk, ...]:
+def read_logs(run_dir: RunDir, node: int, request: LogsArguments) -> tuple[LogChunk, ...]:
     """See `AgentContract.read_logs`. Raises ConfigError for a log that is not there."""
     requests = [request]
     if request.engine:
-        pattern = f"{glob.escape(request.name.replace('/', '.'))}.*{SERVER}"
+        pattern = f"{glob.escape(request.target.replace('/', '.'))}.*{SERVER}"
         names = sorted(path.name.removesuffix(SERVER) for path in run_dir.logs.glob(pattern))
-        servers = [f"{request.name}/{name[len(request.name) + 1 :]}" for name in names]
-        requests = [replace(request, name=name) for name in servers] or requests
+        servers = [f"{request.target}/{name[len(request.target) + 1 :]}" for name in names]
+        requests = [replace(request, target=name) for name in servers] or requests
     return tuple(_read(run_dir, node, log) for log in requests)
 
 
-def _read(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
-    path, (file, offset) = _newest(run_dir, node, request), request.after.get(request.name, ("", 0))
+def _read(run_dir: RunDir, node: int, request: LogsArguments) -> LogChunk:
+    path, (file, offset) = _newest(run_dir, node, request), request.after.get(request.target, ("", 0))
     if file == path.name:
         return _read_next(path, request, path, offset)
     if file:  # a new attempt has begun; the old file first, to its end
@@ -49,9 +49,9 @@ def _read(run_dir: RunDir, node: int, request: LogRequest) -> LogChunk:
     return _tail(path, request)
 
 
-def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
-    stem = request.name.replace("/", ".")
-    if request.name == "launcher":
+def _newest(run_dir: RunDir, node: int, request: LogsArguments) -> Path:
+    stem = request.target.replace("/", ".")
+    if request.target == "launcher":
         path = run_dir.logs / f"launcher.{node}.log"
     elif request.engine:
         path = run_dir.logs / f"{stem}{SERVER}"
@@ -63,13 +63,13 @@ def _newest(run_dir: RunDir, node: int, request: LogRequest) -> Path:
     except (OSError, ValueError):  # a name that no file can have
         is_ours = False
     if not is_ours:
-        name = request.name[:64]
+        name = request.target[:64]
         subject = f"the server of {name!r}" if request.engine else repr(name)
         raise ConfigError(f"{subject} has no log on node {node}", remedy=f"see {run_dir.logs} there")
     return path
 
 
-def _read_next(path: Path, request: LogRequest, newest: Path, offset: int) -> LogChunk:
+def _read_next(path: Path, request: LogsArguments, newest: Path, offset: int) -> LogChunk:
     """Whole lines from that position."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -81,10 +81,10 @@ def _read_next(path: Path, request: LogRequest, newest: Path, offset: int) -> Lo
         end = len(data)
     lines = _lines(data[:end], request.grep)
     is_more = start + end < size or path != newest
-    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(lines), is_more=is_more)
+    return LogChunk(name=request.target, file=path.name, offset=start + end, lines=tuple(lines), is_more=is_more)
 
 
-def _tail(path: Path, request: LogRequest) -> LogChunk:
+def _tail(path: Path, request: LogsArguments) -> LogChunk:
     """The last lines; a last one that is not ended yet is left for later."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -93,9 +93,8 @@ def _tail(path: Path, request: LogRequest) -> LogChunk:
         data = file.read(TAIL_BYTES)
     end = data.rfind(b"\n") + 1
     lines = _lines(data[:end], request.grep)
-    num_lines = min(max(request.num_lines, 0), MAX_LINES)
-    tail = _fitting(lines[-num_lines:] if num_lines else [])
-    return LogChunk(name=request.name, file=path.name, offset=start + end, lines=tuple(tail))
+    tail = _fitting(lines[-request.num_lines :] if request.num_lines else [])
+    return LogChunk(name=request.target, file=path.name, offset=start + end, lines=tuple(tail))
 
 
 def _fitting(lines: list[str]) -> list[str]:

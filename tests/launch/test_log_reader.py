@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.contracts import LogChunk, LogRequest
+from myxa.launch.contracts import LogChunk
+from myxa.launch.control.verbs import LogsArguments
 from myxa.launch.nodes.log_reader import CHUNK_BYTES, MAX_LINE, read_logs
 from myxa.launch.run_dir import RunDir
 
@@ -23,9 +24,9 @@ def ask(run_dir: RunDir, after: LogChunk | None = None, **options) -> LogChunk:
     return found
 
 
-def request(*after: LogChunk | None, **options) -> LogRequest:
+def request(*after: LogChunk | None, **options) -> LogsArguments:
     places = {one.name: (one.file, one.offset) for one in after if one is not None}
-    return LogRequest(name=options.pop("name", "rollout/1"), after=places, **options)
+    return LogsArguments(target=options.pop("name", "rollout/1"), after=places, **options)
 
 
 def test_the_last_lines_then_what_is_added(run_dir: RunDir):
