@@ -23,7 +23,7 @@ from typing import NoReturn, TextIO
 from .. import __version__
 from ..core.errors import ConfigError, DiskRefused, MyxaError
 from .commands import knobs, offline, processes, run_life, runs, views
-from .commands.parser import Command, Parser, mistaken_command, mistaken_flag
+from .commands.parser import Parser, command, flag, mistaken_command, mistaken_flag
 
 BASH = """\
 {zsh}_myxa() {{
@@ -42,13 +42,13 @@ complete -o default -F _myxa myxa
 ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
-def _add(parser: Parser) -> None:
-    parser.add_argument("what", choices=("bash", "zsh", "fish", "keys", "knobs"), metavar="SHELL",
-                        help='bash or zsh, in ~/.bashrc: eval "$(myxa completion bash)"; fish, in config.fish: myxa '
-                        "completion fish | source; keys or knobs: the words after --set and set")  # fmt: skip
-
-
-def _completion(options: argparse.Namespace) -> int:
+@command(
+    "completion", "commands, flags, keys and knobs for a shell to complete",
+    flag("what", choices=("bash", "zsh", "fish", "keys", "knobs"), metavar="SHELL",
+         help='bash or zsh, in ~/.bashrc: eval "$(myxa completion bash)"; fish, in config.fish: myxa completion fish | '
+         "source; keys or knobs: the words after --set and set"),
+)  # fmt: skip
+def completion(options: argparse.Namespace) -> int:
     if options.what == "knobs":
         print("\n".join(knob.name for knob in knobs.declared()))
     elif options.what == "keys":
@@ -78,14 +78,12 @@ def script(parser: Parser, shell: str) -> str:
     return BASH.format(zsh=ZSH if shell == "zsh" else "", commands=" ".join(parser.commands), cases=cases)
 
 
-COMPLETION = Command("completion", "commands, flags, keys and knobs for a shell to complete", _completion, _add)
-
 COMMANDS = (
-    run_life.UP, run_life.LAUNCH, run_life.DEMO, run_life.INIT,
-    offline.PLAN, offline.SCHEMA, offline.DOCTOR, offline.CONVERT, offline.RENDER, offline.MIGRATE, offline.ENGINE,
-    runs.LS, runs.COMPARE, views.PS, views.TOP, views.DASHBOARD, views.WHY,
+    run_life.UP, run_life.on_several, run_life.demo, run_life.init,
+    offline.plan, offline.schema, offline.doctor, offline.convert, offline.render, offline.migrate, offline.engine,
+    runs.ls, runs.compare, views.PS, views.top, views.DASHBOARD, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,
-    *runs.COMMANDS, views.MEM, views.REPORT, processes.GATEWAY, processes.WHERE, COMPLETION,
+    runs.dump, runs.samples, views.MEM, views.report, processes.gateway, processes.where, completion,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""
 

@@ -17,7 +17,7 @@ from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
 from ..control import verbs
 from ..views.changes import asked_text, moves_text
 from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
-from .parser import Parser, ask, folder_of, show, stretch_s, table, verb_command
+from .parser import ask, flag, folder_of, show, stretch_s, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,11 +53,6 @@ def _get_page(names: Sequence[str], answer: dict[str, Any]) -> RenderableType:
     notes = [f"epoch {knobs.epoch}"] if knobs.epoch else []
     notes += [f"no answer from {', '.join(knobs.silent)}"] if knobs.silent else []
     return Group(table(KNOB_COLUMNS, [row.cells() for row in rows], right=("value",)), *helps, Text("   ".join(notes)))
-
-
-def _add_set(parser: Parser) -> None:
-    parser.add_argument("--for", dest="lasting", default="", metavar="TIME",
-                        help="go back by itself after 50steps, 30s, 10min, 2h")  # fmt: skip
 
 
 def _changes(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,10 +108,6 @@ def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
     return 0
 
 
-def _add_history(parser: Parser) -> None:
-    parser.add_argument("--verify", action="store_true", help="check the chain of digests of the whole log")
-
-
 def _history(options: argparse.Namespace) -> int:
     """From the audit log itself, so it works after the run, too."""
     from ...actors.coordinator.audit import AUDIT_FILE, read_audit
@@ -151,13 +142,19 @@ def _verdict_text(facts: dict[str, Any]) -> str:
     return f"{facts['num_records']} records, the chain holds{torn}{digest}"
 
 
-SET_WORDS = (
-    "Change knobs of a live run. All owners of all knobs agree, or nothing is changed; each knob takes effect at its "
-    "boundary (`myxa get NAME`)."
-)
 COMMANDS = (
     verb_command(verbs.GET, str, run=_get),
-    verb_command(verbs.SET, _reply_page, add=_add_set, more=_changes, check=check_reply, description=SET_WORDS),
+    verb_command(
+        verbs.SET, _reply_page,
+        flag("--for", dest="lasting", default="", metavar="TIME",
+             help="go back by itself after 50steps, 30s, 10min, 2h"),
+        more=_changes, check=check_reply,
+        description="Change knobs of a live run. All owners of all knobs agree, or nothing is changed; each knob takes "
+        "effect at its boundary (`myxa get NAME`).",
+    ),
     verb_command(verbs.UNDO, _reply_page, check=check_reply),
-    verb_command(verbs.HISTORY, change_line, add=_add_history, run=_history),
-)
+    verb_command(
+        verbs.HISTORY, change_line,
+        flag("--verify", action="store_true", help="check the chain of digests of the whole log"), run=_history,
+    ),
+)  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError
 from ..run_dir import CONFIG
 from ..waiting import Waiting
-from .parser import Command, Parser, add_json_flag, at_least, positive, show
+from .parser import FILE_WORDS, JSON, SET, at_least, command, flag, positive, show
 from .processes import exports
 
 if TYPE_CHECKING:
@@ -25,30 +25,28 @@ if TYPE_CHECKING:
     from ...core.config import RunConfig
 
 
-def _add_plan(plan: Parser) -> None:
-    plan.add_argument("file", nargs="+", metavar="RUN.TOML", help="run file; of several, later ones win key by key")
-    plan.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
-                      help="overrule a value of the file; may be repeated")  # fmt: skip
-    plan.add_argument("--nnodes", type=at_least(1), default=1, metavar="N", help="number of machines (%(default)s)")
-    plan.add_argument("--device-gib", type=positive("GiB"), default=0.0, metavar="GIB",
-                      help="memory of one GPU (what NVML says, where there is one)")  # fmt: skip
-    plan.add_argument("--elsewhere", action="store_true",
-                      help="the run will be started on another machine: do not look at this one's packages, "
-                      "interpreters, devices, ports and disk")  # fmt: skip
-    add_json_flag(plan)
-
-
-def _plan(options: argparse.Namespace) -> int:
+@command(
+    "plan", "what a run file comes to, and all that is wrong with it; starts nothing",
+    flag("file", nargs="+", **FILE_WORDS), SET,
+    flag("--nnodes", type=at_least(1), default=1, metavar="N", help="number of machines (%(default)s)"),
+    flag("--device-gib", type=positive("GiB"), default=0.0, metavar="GIB",
+         help="memory of one GPU (what NVML says, where there is one)"),
+    flag("--elsewhere", action="store_true", help="the run will be started on another machine: do not look at this "
+         "one's packages, interpreters, devices, ports and disk"), JSON,
+    description="Placement, memory of each device, batch, staleness: without a GPU, without starting anything. Exit "
+    "status 2 if the run could not start.",
+)  # fmt: skip
+def plan(options: argparse.Namespace) -> int:
     with Waiting("looking at the run file and what it names"):
         from ..checks.plan import make_plan, plan_json, plan_text
 
-        plan = make_plan(
+        planned = make_plan(
             options.file, options.overrides, num_nodes=options.nnodes, device_gib=options.device_gib,
             is_here=not options.elsewhere,
         )  # fmt: skip
 
-    show(options, plan_json(plan), lambda _: _coloured(plan_text(plan)))
-    return 2 if plan.errors else 0
+    show(options, plan_json(planned), lambda _: _coloured(plan_text(planned)))
+    return 2 if planned.errors else 0
 
 
 STYLES = ((r"== .*errors?$|.* OVER$|FAIL ", "bold red"), (r"== .*warnings?$|warn ", "yellow"), ("== ", "bold"))
@@ -65,19 +63,21 @@ def _coloured(text: str) -> Text | str:
     return Text("\n").join(Text(line, style=style) for line, style in zip(lines, styles, strict=True))
 
 
-def _schema(_: argparse.Namespace) -> int:
+@command("schema", "print the JSON Schema of the run file, for editors")
+def schema(_: argparse.Namespace) -> int:
     from ...core.config.loading import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0
 
 
-def _add_doctor(doctor: Parser) -> None:
-    doctor.add_argument("--dir", default="runs", metavar="DIR", help="where run directories will be made (%(default)s)")
-    add_json_flag(doctor)
-
-
-def _doctor(options: argparse.Namespace) -> int:
+@command(
+    "doctor", "what of this machine hinders a run, and what to do about it",
+    flag("--dir", default="runs", metavar="DIR", help="where run directories will be made (%(default)s)"), JSON,
+    description="Driver, packages, memory, limits, disk, rights, variables; each with what to do. Exit status 1 if "
+    "something must be mended.",
+)  # fmt: skip
+def doctor(options: argparse.Namespace) -> int:
     from ..checks.all_checks import findings_json, findings_text, judge
     from ..checks.machine import gather
 
@@ -86,33 +86,33 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if any(finding.severity == "error" for finding in findings) else 0
 
 
-def _add_convert(parser: Parser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
-                        help="its folder, or a run's: the newest; of other programs iter_..., torch_dist; with "
-                        "--dtype fp8 a model folder")  # fmt: skip
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet")
-    parser.add_argument("--model", type=Path, default=None, metavar="DIR",
-                        help="folder that the run started from (model.path of the run's own config.toml)")  # fmt: skip
-    parser.add_argument("--dtype", default="", choices=("", "float32", "bfloat16", "fp8"), metavar="TYPE",
-                        help="float32 or bfloat16 (as in the checkpoint); fp8: of a model folder, in blocks of 128 x "
-                        "128, for servers")  # fmt: skip
-    parser.add_argument("--adapter", action="store_true", help="of a run with [lora]: an adapter folder for PEFT, not "
-                        "the model with the adapters merged")  # fmt: skip
-    add_json_flag(parser)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from ...actors.backends.convert import convert, foreign_checkpoint, quantise_folder  # torch is needed here only
+@command(
+    "convert", "write a checkpoint as a HuggingFace folder",
+    flag("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder, or a run's: the newest; of other programs "
+         "iter_..., torch_dist; with --dtype fp8 a model folder"),
+    flag("folder", type=Path, metavar="FOLDER", help="where the model goes; empty, or not there yet"),
+    flag("--model", type=Path, default=None, metavar="DIR",
+         help="folder that the run started from (model.path of the run's own config.toml)"),
+    flag("--dtype", default="", choices=("", "float32", "bfloat16", "fp8"), metavar="TYPE", help="float32 or bfloat16 "
+         "(as in the checkpoint); fp8: of a model folder, in blocks of 128 x 128, for servers"),
+    flag("--adapter", action="store_true", help="of a run with [lora]: an adapter folder for PEFT, not the model with "
+         "the adapters merged"), JSON,
+    description="Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. Needs "
+    "no GPU and no megatron-core. (Trainers load HuggingFace folders by themselves.)",
+)  # fmt: skip
+def convert(options: argparse.Namespace) -> int:
+    from ...actors.backends import convert as conversion  # torch is needed here only
     from ..run_lineage.resume_point import named_checkpoint
 
     if options.dtype == "fp8" and options.adapter:
         raise ConfigError("--adapter does not go with --dtype fp8", remedy="leave one of them out")
+    place: Path = options.checkpoint
     if options.dtype == "fp8":
-        show(options, quantise_folder(options.checkpoint, options.folder), _convert_sentence)
-        return 0
-    model = options.model or _model_of_run(options.checkpoint)
-    checkpoint = foreign_checkpoint(options.checkpoint) or named_checkpoint(options.checkpoint, reads_all=True)
-    done = convert(checkpoint, model, options.folder, dtype=options.dtype, adapter=options.adapter)
+        done = conversion.quantise_folder(place, options.folder)
+    else:
+        model = options.model or _model_of_run(place)
+        checkpoint = conversion.foreign_checkpoint(place) or named_checkpoint(place, reads_all=True)
+        done = conversion.convert(checkpoint, model, options.folder, dtype=options.dtype, adapter=options.adapter)
     show(options, done, _convert_sentence)
     return 0
 
@@ -141,35 +141,19 @@ def _model_of_run(checkpoint: Path) -> Path:
     )
 
 
-PLAN = Command(
-    "plan", "what a run file comes to, and all that is wrong with it; starts nothing", _plan, _add_plan,
-    "Placement, memory of each device, batch, staleness: without a GPU, without starting anything. "
-    "Exit status 2 if the run could not start.",
+@command(
+    "engine", "serve a model folder to any OpenAI or Anthropic client, without a run",
+    flag("action", choices=("serve",), help="answer requests until Ctrl-C"),
+    flag("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model"),
+    flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)"),
+    flag("--port", type=at_least(0, 65535), default=0, metavar="PORT", help="its port (any free one)"),
+    flag("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time"),
+    flag("--threads", type=at_least(1), default=1, metavar="N", help="threads for torch (%(default)s)"), JSON,
+    description="Serves a folder by the engine that runs on the CPU, as a run's gateway does for its eval key. Prints "
+    "exports for a shell, with the key. (On GPUs use SGLang's own server: python -m sglang.launch_server --model-path "
+    "FOLDER.)",
 )  # fmt: skip
-SCHEMA = Command("schema", "print the JSON Schema of the run file, for editors", _schema, lambda parser: None)
-DOCTOR = Command(
-    "doctor", "what of this machine hinders a run, and what to do about it", _doctor, _add_doctor,
-    "Driver, packages, memory, limits, disk, rights, variables; each with what to do. Exit "
-    "status 1 if something must be mended.",
-)  # fmt: skip
-CONVERT = Command(
-    "convert", "write a checkpoint as a HuggingFace folder", _convert, _add_convert,
-    "Write the weights of a checkpoint, of either trainer and any layout, as a HuggingFace folder. Needs no GPU and no "
-    "megatron-core. (Trainers load HuggingFace folders by themselves.)",
-)  # fmt: skip
-
-
-def _add_engine(parser: Parser) -> None:
-    parser.add_argument("action", choices=("serve",), help="answer requests until Ctrl-C")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="HuggingFace folder of a model")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=at_least(0, 65535), default=0, metavar="PORT", help="its port (any free one)")
-    parser.add_argument("--max-running", type=at_least(1), default=64, metavar="N", help="answers at a time")
-    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="threads for torch (%(default)s)")
-    add_json_flag(parser)
-
-
-def _engine(options: argparse.Namespace) -> int:
+def engine(options: argparse.Namespace) -> int:
     import asyncio
 
     from ..composition.rollout_parts import serve_model  # torch is needed here only
@@ -180,53 +164,39 @@ def _engine(options: argparse.Namespace) -> int:
     return 0
 
 
-ENGINE = Command(
-    "engine", "serve a model folder to any OpenAI or Anthropic client, without a run", _engine, _add_engine,
-    "Serves a folder by the engine that runs on the CPU, as a run's gateway does for its eval key. Prints exports for "
-    "a shell, with the key. (On GPUs use SGLang's own server: python -m sglang.launch_server --model-path FOLDER.)",
+@command(
+    "migrate", "turn arguments of slime or verl into a run file",
+    flag("peer", choices=("slime", "verl"), help="the program that the file is for"),
+    flag("file", type=Path, nargs="?", metavar="FILE", help="a script or list with its arguments, or a Hydra config "
+         "(.yaml); left out: print the table of names"),
+    description="Print a run file with what has a counterpart, and lists of what has none or needs your hand. The file "
+    "is read, never run. (myxa migrate slime run.sh > run.toml)",
 )  # fmt: skip
-
-
-def _add_migrate(parser: Parser) -> None:
-    parser.add_argument("peer", choices=("slime", "verl"), help="the program that the file is for")
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a script or list with its arguments, or a "
-                        "Hydra config (.yaml); left out: print the table of names")  # fmt: skip
-
-
-def _migrate(options: argparse.Namespace) -> int:
+def migrate(options: argparse.Namespace) -> int:
     from ...core.config.peers import lines_of
-    from ..migration.run_file import migrate
+    from ..migration import run_file
 
-    if options.file is None:
-        print("\n".join(lines_of(options.peer)))
-        return 0
-    print(migrate(options.peer, options.file).text(), end="")
+    text = "\n".join([*lines_of(options.peer), ""])
+    print(text if options.file is None else run_file.migrate(options.peer, options.file).text(), end="")
     return 0
-
-
-MIGRATE = Command(
-    "migrate", "turn arguments of slime or verl into a run file", _migrate, _add_migrate,
-    "Print a run file with what has a counterpart, and lists of what has none or needs your hand. The file is read, "
-    "never run. (myxa migrate slime run.sh > run.toml)",
-)  # fmt: skip
 
 
 FILES = {"slurm": "slurm.sh", "k8s": "k8s.yaml", "compose": "compose.yaml"}
 """In `launch/templates/`."""
 
 
-def _add(parser: Parser) -> None:
-    parser.add_argument("kind", choices=tuple(FILES), help="who starts the launchers")
-    parser.add_argument("file", metavar="RUN.TOML", help="run file")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
-                        help="overrule a value of the file, in the job too; may be repeated")  # fmt: skip
-    parser.add_argument("--time", default="12:00:00", metavar="LIMIT", help="slurm: time limit (%(default)s)")
-    parser.add_argument("--image", default="myxa", help="k8s, compose: the image with myxa in it (%(default)s)")
-    parser.add_argument("--volume", default="work", metavar="CLAIM", help="k8s: the shared volume claim (%(default)s)")
-    parser.add_argument("--folder", default="/work", help="k8s, compose: where it is mounted (%(default)s)")
-
-
-def _render(options: argparse.Namespace) -> int:
+@command(
+    "render", "the job file of a run for Slurm, Kubernetes or Docker Compose",
+    flag("kind", choices=tuple(FILES), help="who starts the launchers"),
+    flag("file", metavar="RUN.TOML", help="run file"), SET,
+    flag("--time", default="12:00:00", metavar="LIMIT", help="slurm: time limit (%(default)s)"),
+    flag("--image", default="myxa", help="k8s, compose: the image with myxa in it (%(default)s)"),
+    flag("--volume", default="work", metavar="CLAIM", help="k8s: the shared volume claim (%(default)s)"),
+    flag("--folder", default="/work", help="k8s, compose: where it is mounted (%(default)s)"),
+    description="Print a batch script, manifests or a compose file that start a launcher on each node that the run "
+    "file names, with the GPUs that its roles name.",
+)  # fmt: skip
+def render(options: argparse.Namespace) -> int:
     from ...core.config import load_config
 
     config = load_config([Path(options.file)], options.overrides)
@@ -274,10 +244,3 @@ def job_file(kind: str, config: RunConfig, options: argparse.Namespace) -> str:
 
 def _template(name: str) -> Template:
     return Template((files("myxa.launch") / "templates" / name).read_text())
-
-
-RENDER = Command(
-    "render", "the job file of a run for Slurm, Kubernetes or Docker Compose", _render, _add,
-    "Print a batch script, manifests or a compose file that start a launcher on each node that the run file names, "
-    "with the GPUs that its roles name.",
-)  # fmt: skip

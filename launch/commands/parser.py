@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,15 +43,39 @@ OTHER_WORDS: Mapping[str, str] = {
 """Names in other programs -> our command. The nearest name by letters would be wrong: top for stop."""
 
 
+Flag = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def flag(*names: str, **options: Any) -> Flag:
+    """A flag, or a word, as argparse's `add_argument` takes it."""
+    return names, options
+
+
+RUN = flag("--run", type=Path, default=None, metavar="RUN", dest="run_path",
+           help="run directory (the only live run, or runs/latest where that can answer)")  # fmt: skip
+JSON = flag("--json", action="store_true", help="print the answer as JSON, errors too")
+SET = flag("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
+           help="overrule a value of the file; may be repeated")  # fmt: skip
+FILE_WORDS = {"metavar": "RUN.TOML", "help": "run file; of several, later ones win key by key"}
+
+Run = Callable[[argparse.Namespace], int]
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. `add` gives its parser flags, only when it is used."""
+    """One command. Its parser gets flags only when it is used: those of the verb's arguments, then its own."""
 
     name: str
     help: str
-    run: Callable[[argparse.Namespace], int]
-    add: Callable[[Parser], None]
+    run: Run
+    flags: Sequence[Flag] = ()
     description: str = ""
+    verb: Verb[Any] | None = None
+
+
+def command(name: str, help: str, *flags: Flag, description: str = "") -> Callable[[Run], Command]:
+    """Makes a command of the function below."""
+    return lambda run: Command(name, help, run, flags, description)
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,7 +98,9 @@ class Parser(argparse.ArgumentParser):
     def ready(self) -> Parser:
         if not self._is_ready and self._command is not None:
             self._is_ready = True
-            self._command.add(self)
+            of_verb = verb_flags(self._command.verb) if self._command.verb is not None else ()
+            for names, options in (*of_verb, *self._command.flags):
+                self.add_argument(*names, **options)
             self.set_defaults(run=self._command.run)
         return self
 
@@ -119,18 +145,15 @@ def mistaken_flag(parser: Parser, words: Sequence[str], unknown: Sequence[str]) 
     return f"{name or 'myxa'} does not take {' '.join(unknown)} -- {hint}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, verb: Verb[Any]) -> None:
-    """A flag, or a word, for every argument of the verb."""
+def verb_flags(verb: Verb[Any]) -> Iterator[Flag]:
+    """A flag, or a word, for every argument of the verb that a person may give."""
     about: Any = msgspec.inspect.type_info(verb.arguments)
-    for field in about.fields:
-        _add_argument(parser, field)
+    for field in about.fields:  # its type is Metadata(type, extra_json_schema, extra)
+        if field.name != WHO and field.type.extra["flag"] != "":
+            yield _flag_of(field, field.type, field.type.extra)
 
 
-def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
-    field_type: Any = field.type  # Metadata(type, extra_json_schema, extra)
-    extra: dict[str, Any] = getattr(field_type, "extra", None) or {}
-    if field.name == WHO or extra["flag"] == "":
-        return
+def _flag_of(field: Field, field_type: Any, extra: Mapping[str, Any]) -> Flag:
     options: dict[str, Any] = {"help": field_type.extra_json_schema["description"]}
     if extra["metavar"]:
         options["metavar"] = extra["metavar"]
@@ -148,27 +171,15 @@ def _add_argument(parser: argparse.ArgumentParser, field: Field) -> None:
         nargs = {"VarTupleType": "*", "DictType": "+"}.get(type_name, of_one)
         options |= {} if nargs is None else {"nargs": nargs}
         options |= {} if field.required or nargs == "*" else {"default": field.default}
-        parser.add_argument(field.name, **options)
-        return
+        return flag(field.name, **options)
     if type_name == "BoolType":
         options["action"] = "store_false" if field.default else "store_true"
     elif type_name == "DictType":
         options |= {"action": "append", "default": []}
     else:
         options["default"] = field.default
-    flag = extra["flag"] or f"--{field.name.replace('_', '-')}"
-    parser.add_argument(*filter(None, (extra["short"], flag)), dest=field.name, **options)
-
-
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                        help="run directory (the only live run, or runs/latest where that can answer)")  # fmt: skip
-    add_json_flag(parser)
-
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """`--json` alone, for commands that speak to no run."""
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON, errors too")
+    name = extra["flag"] or f"--{field.name.replace('_', '-')}"
+    return flag(*filter(None, (extra["short"], name)), dest=field.name, **options)
 
 
 def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -314,23 +325,16 @@ Page = Callable[[Any], "RenderableType | str"]
 def verb_command(
     verb: Verb[Any],
     page: Page,
-    *,
-    add: Callable[[Parser], None] | None = None,
+    *flags: Flag,
     more: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
     run: Callable[[argparse.Namespace], int] | None = None,
     from_files: Callable[[Path, argparse.Namespace], Any] | None = None,
     check: Callable[[argparse.Namespace, Any], int] | None = None,
     description: str = "",
 ) -> Command:
-    """The command of a verb: asks it and shows the answer as `page`. `add`: flags beside those of the verb's arguments,
+    """The command of a verb: asks it and shows the answer as `page`. `flags`: beside those of the verb's arguments,
     `more`: arguments made from these. `from_files`: the answer for a run that is over. `check`: exit status of an
     answer. `run`: instead of all that."""
-
-    def add_flags(parser: Parser) -> None:
-        add_arguments(parser, verb)
-        if add is not None:
-            add(parser)
-        add_run_flags(parser)
 
     def ask_and_show(options: argparse.Namespace) -> int:
         instead = more(options) if more is not None else {}
@@ -344,7 +348,7 @@ def verb_command(
         show(options, answer, page)
         return status
 
-    return Command(verb.name, verb.help, run or ask_and_show, add_flags, description)
+    return Command(verb.name, verb.help, run or ask_and_show, (*flags, RUN, JSON), description, verb)
 
 
 def ask(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> Any:

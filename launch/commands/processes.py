@@ -14,11 +14,7 @@ import msgspec
 from ...core.errors import ConfigError, LaunchError, PeerDied
 from ..control import verbs
 from ..control.client import find_run
-from .parser import Command, Parser, add_run_flags, arguments_of, client_or_folder, note_of, say_now, show, verb_command
-
-
-def _add_scale(parser: Parser) -> None:
-    parser.add_argument("wish", metavar="ROLE=N", type=_wish, help="how many there shall be in all, e.g. rollout=4")
+from .parser import JSON, RUN, arguments_of, client_or_folder, command, flag, note_of, say_now, show, verb_command
 
 
 def _wish(text: str) -> dict[str, Any]:
@@ -44,10 +40,6 @@ def state_of(answer: dict[str, Any]) -> str:
 
 FOLLOW_S = 0.5
 """Between two looks at a log that is followed."""
-
-
-def _add_logs(parser: Parser) -> None:
-    parser.add_argument("-f", "--follow", action="store_true", help="also what is added, until Ctrl-C")
 
 
 def _logs(options: argparse.Namespace) -> int:
@@ -120,13 +112,19 @@ def _profile_words(replies: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _where(options: argparse.Namespace) -> int:
+@command("where", "where the sockets of the run are, for curl", RUN, JSON)
+def where(options: argparse.Namespace) -> int:
     note = find_run(options.run_path)
     show(options, msgspec.to_builtins(note), lambda facts: facts["control"])
     return 0
 
 
-def _gateway(options: argparse.Namespace) -> int:
+@command(
+    "gateway", "the addresses at which the policy can be asked, and the eval key", RUN, JSON,
+    description="Prints exports for a shell, with the run's eval key where gateway.eval_requests is set: "
+    'eval "$(myxa gateway)" lets any OpenAI or Anthropic client talk to the policy as it is now.',
+)  # fmt: skip
+def gateway(options: argparse.Namespace) -> int:
     """From the files that gateways write for the run's owner."""
     folder = note_of(options).run_dir
     places = [json.loads(path.read_bytes()) for path in sorted(Path(folder).glob("agents*.json"))]
@@ -145,19 +143,17 @@ def exports(place: dict[str, Any]) -> str:
 
 
 COMMANDS = (
-    verb_command(verbs.SCALE, _scale_words, add=_add_scale, more=lambda options: options.wish, check=_is_done),
-    verb_command(verbs.DRAIN, lambda facts: f"leaving: {', '.join(facts['leaving'])}{state_of(facts)}", check=_is_done),
     verb_command(
-        verbs.RESTART, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}", check=_is_done
+        verbs.SCALE, _scale_words,
+        flag("wish", metavar="ROLE=N", type=_wish, help="how many there shall be in all, e.g. rollout=4"),
+        more=lambda options: options.wish, check=_is_done,
     ),
+    verb_command(verbs.DRAIN, lambda facts: f"leaving: {', '.join(facts['leaving'])}{state_of(facts)}", check=_is_done),
+    verb_command(verbs.RESTART, lambda facts: f"restarting: {', '.join(facts['restarting'])}{state_of(facts)}",
+                 check=_is_done),
     verb_command(verbs.KILL, lambda reply: f"killed: {', '.join(reply['killed'])}"),
-    verb_command(verbs.LOGS, _logs_words, add=_add_logs, run=_logs),
+    verb_command(verbs.LOGS, _logs_words,
+                 flag("-f", "--follow", action="store_true", help="also what is added, until Ctrl-C"), run=_logs),
     verb_command(verbs.STACK, _stack_words),
     verb_command(verbs.PROFILE, _profile_words, check=lambda _, replies: int(any(r["refused"] for r in replies))),
-)
-GATEWAY = Command(
-    "gateway", "the addresses at which the policy can be asked, and the eval key", _gateway, add_run_flags,
-    "Prints exports for a shell, with the run's eval key where gateway.eval_requests is set: "
-    'eval "$(myxa gateway)" lets any OpenAI or Anthropic client talk to the policy as it is now.',
 )  # fmt: skip
-WHERE = Command("where", "where the sockets of the run are, for curl", _where, add_run_flags)

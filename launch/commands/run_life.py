@@ -18,7 +18,22 @@ from ..control import verbs
 from ..control.client import RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import CONFIG, RunDir, is_run_folder
 from ..waiting import Waiting
-from .parser import Command, Parser, add_json_flag, ask, at_least, note_of, positive, show, table, verb_command
+from .parser import (
+    FILE_WORDS,
+    JSON,
+    SET,
+    Command,
+    Flag,
+    ask,
+    at_least,
+    command,
+    flag,
+    note_of,
+    positive,
+    show,
+    table,
+    verb_command,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,25 +46,46 @@ if TYPE_CHECKING:
 PATIENCE = TIMEOUTS.launcher
 
 
-def add_start_flags(parser: Parser, files: str = "+") -> None:
-    parser.add_argument("file", nargs=files, metavar="RUN.TOML", help="run file; of several, later ones win key by key")
-    add_common_flags(parser)
+def timeout(name: str, field: str, purpose: str) -> Flag:
+    """Sets that field of the launcher's timeouts."""
+    return flag(f"--{name}-timeout", dest=field, type=positive("seconds"), default=getattr(PATIENCE, field),
+                metavar="S", help=f"seconds {purpose} (%(default)g)")  # fmt: skip
 
 
-def add_common_flags(parser: Parser) -> None:
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides",
-                        help="overrule a value of the file; may be repeated")  # fmt: skip
-    parser.add_argument("--program", default="", metavar="MODULE:FUNCTION",
-                        help="your own composition root: (ActorSpec, RunConfig, run directory) -> Actor")  # fmt: skip
-    parser.add_argument("--quiet", action="store_true", help="print only how the run ended")
-    add_timeout(parser, "start", PATIENCE.start_s, "an actor may take to start")
-    add_timeout(parser, "finish", PATIENCE.finish_s, "for a clean end after Ctrl-C or SIGTERM")
-    add_timeout(parser, "stop", PATIENCE.end_s, "a process may take to end before it is killed")
+def _num_nodes(text: str) -> tuple[int, int]:
+    from ..node_place import parse_num_nodes
+
+    try:
+        return parse_num_nodes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_timeout(parser: Parser, name: str, default_s: float, purpose: str) -> None:
-    parser.add_argument(f"--{name}-timeout", type=positive("seconds"), default=default_s, metavar="S",
-                        help=f"seconds {purpose} (%(default)g)")  # fmt: skip
+START = (
+    SET,
+    flag("--program", default="", metavar="MODULE:FUNCTION",
+         help="your own composition root: (ActorSpec, RunConfig, run directory) -> Actor"),
+    flag("--quiet", action="store_true", help="print only how the run ended"),
+    timeout("start", "start_s", "an actor may take to start"),
+    timeout("finish", "finish_s", "for a clean end after Ctrl-C or SIGTERM"),
+    timeout("stop", "end_s", "a process may take to end before it is killed"),
+)  # fmt: skip
+NODES = (
+    flag("--nnodes", type=_num_nodes, metavar="N[:MAX]",
+         help="number of machines; N:MAX: others may come later, up to so many"),
+    flag("--node-rank", type=at_least(0), metavar="R", help="number of this machine, from 0"),
+    flag("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)"),
+    flag("--rdzv-file", type=Path, metavar="FILE", help="node 0 writes its HOST:PORT there, the others read it there"),
+    timeout("rdzv", "gather_s", "to wait for another machine that says nothing new"),
+    timeout("lost", "lost_s", "of silence after which another machine is lost"),
+    flag("--job-key", type=Path, metavar="FILE",
+         help="secret that lets machines join, the same on all; node 0 makes a missing one"),
+)  # fmt: skip
+POINT = (
+    flag("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
+         help="version of the checkpoint to begin at (of the newest whole one)"), *START, *NODES,
+)  # fmt: skip
+"""Of a run that begins at a checkpoint."""
 
 
 def launch_options(options: argparse.Namespace, *, program: str = "", **more: Any) -> LaunchOptions:
@@ -57,16 +93,12 @@ def launch_options(options: argparse.Namespace, *, program: str = "", **more: An
     from ..launcher import LaunchOptions
     from ..worker_spec import DEFAULT_PROGRAM
 
-    timeouts = replace(
-        PATIENCE, gather_s=getattr(options, "rdzv_timeout", PATIENCE.gather_s), start_s=options.start_timeout,
-        finish_s=options.finish_timeout, end_s=options.stop_timeout,
-        lost_s=getattr(options, "lost_timeout", PATIENCE.lost_s),
-    )  # fmt: skip
+    timeouts = replace(PATIENCE, **{name: value for name, value in vars(options).items() if hasattr(PATIENCE, name)})
     program = options.program or program or DEFAULT_PROGRAM
     return LaunchOptions(program=program, is_quiet=options.quiet, timeouts=timeouts, **more)
 
 
-def _up(options: argparse.Namespace, **place: Any) -> int:
+def start(options: argparse.Namespace, **place: Any) -> int:
     with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet):
         from ...core.config import load_config
         from ..launcher import launch
@@ -79,36 +111,20 @@ def _up(options: argparse.Namespace, **place: Any) -> int:
     return launch(config, launch_options(options, **place)).exit_code
 
 
-def _add_launch(parser: Parser) -> None:
-    add_start_flags(parser, files="*")
-    add_node_flags(parser)
-    parser.add_argument("--join", metavar="WHERE",
-                        help="lend this machine to a live run: directory, HOST:PORT or file with that")  # fmt: skip
+UP = Command(
+    "up", "run on this machine", start, (flag("file", nargs="+", **FILE_WORDS), *START),
+    "Run everything on this machine.",
+)  # fmt: skip
 
 
-def add_node_flags(spread: Parser) -> None:
-    spread.add_argument("--nnodes", type=_num_nodes, metavar="N[:MAX]",
-                        help="number of machines; N:MAX: others may come later, up to so many")  # fmt: skip
-    spread.add_argument("--node-rank", type=at_least(0), metavar="R", help="number of this machine, from 0")
-    spread.add_argument("--rdzv", metavar="HOST:PORT", help="where node 0 is met (on node 0: port 0 = any free port)")
-    spread.add_argument("--rdzv-file", type=Path, metavar="FILE",
-                        help="node 0 writes its HOST:PORT there, the others read it there")  # fmt: skip
-    add_timeout(spread, "rdzv", PATIENCE.gather_s, "to wait for another machine that says nothing new")
-    add_timeout(spread, "lost", PATIENCE.lost_s, "of silence after which another machine is lost")
-    spread.add_argument("--job-key", type=Path, metavar="FILE",
-                        help="secret that lets machines join, the same on all; node 0 makes a missing one")  # fmt: skip
-
-
-def _num_nodes(text: str) -> tuple[int, int]:
-    from ..node_place import parse_num_nodes
-
-    try:
-        return parse_num_nodes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _launch(options: argparse.Namespace) -> int:
+@command(
+    "launch", "run on several machines: this command on each of them", flag("file", nargs="*", **FILE_WORDS),
+    *START, *NODES,
+    flag("--join", metavar="WHERE", help="lend this machine to a live run: directory, HOST:PORT or file with that"),
+    description="Run on several machines: the same command on each. Flags that are left out come from torchrun's "
+    "(PET_*) or Slurm's variables.",
+)  # fmt: skip
+def on_several(options: argparse.Namespace) -> int:
     if options.join is not None:
         return _join(options)
     place = place_of(options)
@@ -116,7 +132,7 @@ def _launch(options: argparse.Namespace) -> int:
         return follow(options, **place)
     if not options.file:
         raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
-    return _up(options, **place)
+    return start(options, **place)
 
 
 def follow(options: argparse.Namespace, **place: Any) -> int:
@@ -151,31 +167,30 @@ def _join(options: argparse.Namespace) -> int:
     return follow(options, place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True)
 
 
-def _add_demo(demo: Parser) -> None:
-    demo.add_argument("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)")
-    demo.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="seed of model, data and sampling (%(default)s)"
-    )
-    demo.add_argument("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)")
-    demo.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)")
-    demo.add_argument("--quiet", action="store_true", help="print only how the runs ended")
-
-
-def _demo(options: argparse.Namespace) -> int:
+@command(
+    "demo", "train a small model from nothing, in minutes, on the CPU",
+    flag("--dir", type=Path, metavar="DIR", dest="folder", help="where everything goes (runs/demo-<time>)"),
+    flag("--seed", type=at_least(0), default=0, metavar="N", help="seed of model, data and sampling (%(default)s)"),
+    flag("--engines", type=at_least(1), default=1, metavar="N", help="rollout engines (%(default)s)"),
+    flag("--ranks", type=at_least(1), default=1, metavar="N", help="trainer ranks (%(default)s)"),
+    flag("--quiet", action="store_true", help="print only how the runs ended"),
+)  # fmt: skip
+def demo(options: argparse.Namespace) -> int:
     from ..demo.run import DemoOptions, run_demo  # the demo builds models: torch
 
     folder = options.folder or Path("runs") / f"demo-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     return run_demo(DemoOptions(folder, options.seed, options.engines, options.ranks, options.quiet))
 
 
-def _add_init(parser: Parser) -> None:
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER", help="folder to make (%(default)s)"
-    )
-    parser.add_argument("--model", default="", help="folder or hub id of the model to train (a small one is made)")
-
-
-def _init(options: argparse.Namespace) -> int:
+@command(
+    "init", "write a task of your own: reward, rows, run file",
+    flag("folder", nargs="?", type=Path, default=Path("my-task"), metavar="FOLDER",
+         help="folder to make (%(default)s)"),
+    flag("--model", default="", help="folder or hub id of the model to train (a small one is made)"),
+    description="Write a small task that learns at once, to be changed: my_task.py with reward and rows, run.toml, a "
+    "model.",
+)  # fmt: skip
+def init(options: argparse.Namespace) -> int:
     print(f"writing a task into {options.folder}", flush=True)
     with Waiting(
         "looking at the model" if options.model else "loading what makes a small model", sys.stdout
@@ -187,18 +202,6 @@ def _init(options: argparse.Namespace) -> int:
 
 FIRST_OF_SIGNALS = 128
 """Exit statuses from here on name the signal that ended the run."""
-
-
-def _add_resume(parser: Parser) -> None:
-    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run")
-    add_point_flags(parser)
-
-
-def add_point_flags(parser: Parser) -> None:
-    parser.add_argument("--from", type=at_least(0), default=None, metavar="VERSION", dest="version",
-                        help="version of the checkpoint to begin at (of the newest whole one)")  # fmt: skip
-    add_common_flags(parser)
-    add_node_flags(parser)
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -277,17 +280,15 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
     return ending.exit_code
 
 
-def _add_fork(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; the run may live")
-    parser.add_argument("--name", default="", metavar="NAME", help="name of the new run (that of RUN)")
-    parser.add_argument(
-        "--no-start", action="store_true", help="only make the directory; `myxa resume DIRECTORY` starts it"
-    )
-    add_point_flags(parser)
-    add_json_flag(parser)
-
-
-def _fork(options: argparse.Namespace) -> int:
+@command(
+    "fork", "a new run from a checkpoint of another one, which may live",
+    flag("run_dir", type=Path, metavar="RUN", help="run directory; the run may live"),
+    flag("--name", default="", metavar="NAME", help="name of the new run (that of RUN)"),
+    flag("--no-start", action="store_true", help="only make the directory; `myxa resume DIRECTORY` starts it"),
+    *POINT, JSON,
+    description="Make a new run directory with a checkpoint of RUN, and continue from there. RUN stays as it is.",
+)  # fmt: skip
+def fork(options: argparse.Namespace) -> int:
     from ..run_lineage.next_run import fork_run
 
     if is_on_several(options) and not options.no_start:
@@ -323,11 +324,6 @@ def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     return check
 
 
-def _add_ckpt(parser: Parser) -> None:
-    parser.add_argument("--list", action="store_true", dest="is_list",
-                        help="write none; check every byte of those that are there (also when it is over)")  # fmt: skip
-
-
 def _ckpt(options: argparse.Namespace) -> int:
     if options.is_list:
         from ..run_lineage.resume_point import checkpoints_of
@@ -350,35 +346,25 @@ def _eval_page(facts: dict[str, float]) -> str:
     return "\n".join([f"held-out reward {facts['eval_reward']:.4g}", *lines])
 
 
-UP = Command("up", "run on this machine", _up, add_start_flags, "Run everything on this machine.")
-LAUNCH = Command(
-    "launch", "run on several machines: this command on each of them", _launch, _add_launch,
-    "Run on several machines: the same command on each. Flags that are left out come from torchrun's (PET_*) or "
-    "Slurm's variables.",
-)  # fmt: skip
-DEMO = Command("demo", "train a small model from nothing, in minutes, on the CPU", _demo, _add_demo)
-INIT = Command(
-    "init", "write a task of your own: reward, rows, run file", _init, _add_init,
-    "Write a small task that learns at once, to be changed: my_task.py with reward and rows, run.toml, a model.",
-)  # fmt: skip
 RESUME = replace(
     verb_command(
-        verbs.RESUME, str, add=_add_resume, run=_resume,
-        description="Continues a live run after a pause. A run that has ended, or died, is started again in its own "
-        "directory from its newest whole checkpoint.",
+        verbs.RESUME, str,
+        flag("run_dir", nargs="?", type=Path, metavar="RUN", help="run directory; the same as --run"), *POINT,
+        run=_resume, description="Continues a live run after a pause. A run that has ended, or died, is started again "
+        "in its own directory from its newest whole checkpoint.",
     ),
     help="continue a paused run, or restart an ended or dead one from its newest checkpoint",
-)  # fmt: skip
-FORK = Command(
-    "fork", "a new run from a checkpoint of another one, which may live", _fork, _add_fork,
-    "Make a new run directory with a checkpoint of RUN, and continue from there. RUN stays as it is.",
 )  # fmt: skip
 COMMANDS = (
     verb_command(verbs.PAUSE, lambda facts: f"paused: the trainer rests at version {facts['rests_at']}"),
     verb_command(verbs.STEP, lambda reply: f"the run continues to version {reply['pauses_at']}, then pauses"),
     RESUME,
-    FORK,
-    verb_command(verbs.CKPT, str, add=_add_ckpt, run=_ckpt),
+    fork,
+    verb_command(
+        verbs.CKPT, str,
+        flag("--list", action="store_true", dest="is_list",
+             help="write none; check every byte of those that are there (also when it is over)"), run=_ckpt,
+    ),
     verb_command(verbs.EVAL, _eval_page),
     verb_command(verbs.DOWN, lambda facts: f"the run ends: {facts['ending']}"),
-)
+)  # fmt: skip

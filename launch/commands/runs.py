@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .parser import Command, Parser, add_json_flag, add_run_flags, at_least, folder_of, show, table
+from .parser import JSON, RUN, at_least, command, flag, folder_of, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
     from ..views.compare import ComparedMetric
 
 
-def _add_ls(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER",
-                        help="folder of runs (%(default)s)")  # fmt: skip
-    add_json_flag(parser)
-
-
-def _ls(options: argparse.Namespace) -> int:
+@command(
+    "ls", "the runs of a folder: state, step, reward",
+    flag("folder", type=Path, nargs="?", default=Path("runs"), metavar="FOLDER", help="folder of runs (%(default)s)"),
+    JSON,
+)  # fmt: skip
+def ls(options: argparse.Namespace) -> int:
     from ..views.compare import runs_of
 
     show(options, [asdict(run) for run in runs_of(options.folder)], _ls_page)
@@ -44,15 +43,16 @@ def _ls_page(runs: list[dict[str, Any]]) -> RenderableType | str:
     return table(("run", "state", "step", "reward", "held-out", "started"), cells, right=("step", "reward", "held-out"))
 
 
-def _add_compare(parser: Parser) -> None:
-    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run directory; two or more")
-    parser.add_argument("--metric", action="append", default=[], metavar="PATTERN", dest="metrics",
-                        help="such as 'reward/*'; may be given several times")  # fmt: skip
-    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write a page with charts")
-    add_json_flag(parser)
-
-
-def _compare(options: argparse.Namespace) -> int:
+@command(
+    "compare", "last values and curves of several runs, side by side",
+    flag("folders", type=Path, nargs="+", metavar="RUN", help="run directory; two or more"),
+    flag("--metric", action="append", default=[], metavar="PATTERN", dest="metrics",
+         help="such as 'reward/*'; may be given several times"),
+    flag("--html", type=Path, default=None, metavar="FILE", help="write a page with charts"), JSON,
+    description="Without --metric: reward, evaluation, loss, entropy, lag, lengths, speed. The page of --html has all "
+    "metrics and needs no network.",
+)  # fmt: skip
+def compare(options: argparse.Namespace) -> int:
     from ..views.compare import compared, load_runs
 
     runs = load_runs(options.folders)
@@ -86,13 +86,14 @@ def _compare_page(names: list[str], metrics: list[ComparedMetric]) -> Renderable
     return table(("metric", *(clean(name) for name in names)), rows)
 
 
-def _add_dump(parser: Parser) -> None:
-    parser.add_argument("file", type=Path, nargs="?", default=None, metavar="FILE",
-                        help="a new file (groups.sqlite in the run directory)")  # fmt: skip
-    add_run_flags(parser)
-
-
-def _dump(options: argparse.Namespace) -> int:
+@command(
+    "dump", "write finished groups with their tokens into a file",
+    flag("file", type=Path, nargs="?", default=None, metavar="FILE",
+         help="a new file (groups.sqlite in the run directory)"), RUN, JSON,
+    description="All finished groups of a run, live or ended, whose tokens its ledger has: those that are not trained "
+    "yet, and those that checkpoints have not deleted, in the order of training.",
+)  # fmt: skip
+def dump(options: argparse.Namespace) -> int:
     """From the ledger itself, so it works after the run, too."""
     from ...actors.ledger.file import LEDGER, dump_groups
 
@@ -103,15 +104,15 @@ def _dump(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_samples(parser: Parser) -> None:
-    parser.add_argument("num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (4)")
-    parser.add_argument("--step", type=at_least(0), default=-1, metavar="S", help="of this step (any)")
-    parser.add_argument("--eval", nargs="?", const="", default=None, metavar="SET",
-                        help="answers to held-out prompts, of one set of [eval.sets] or of all")  # fmt: skip
-    add_run_flags(parser)
-
-
-def _samples(options: argparse.Namespace) -> int:
+@command(
+    "samples", "prompt, answers, rewards: of the newest groups, or of a step",
+    flag("num_groups", nargs="?", type=at_least(1), default=4, metavar="N", help="how many (4)"),
+    flag("--step", type=at_least(0), default=-1, metavar="S", help="of this step (any)"),
+    flag("--eval", nargs="?", const="", default=None, metavar="SET",
+         help="answers to held-out prompts, of one set of [eval.sets] or of all"), RUN, JSON,
+    description="What samples.jsonl kept of each step, of a run that is live or has ended.",
+)  # fmt: skip
+def samples(options: argparse.Namespace) -> int:
     from ..views.run_files import SampleQuery, read_samples
 
     query = SampleQuery(step=options.step, held_out=options.eval is not None, eval_set=options.eval or "")
@@ -128,28 +129,3 @@ def _samples_page(groups: list[dict[str, Any]], asked: str) -> RenderableType:
 
     lines = [line for group in groups for line in group_lines(group)]
     return Text("\n".join(lines) or f"samples.jsonl has no group{asked}: it keeps monitor.samples_per_step a step")
-
-
-COMMANDS = (
-    Command(
-        "dump",
-        "write finished groups with their tokens into a file",
-        _dump,
-        _add_dump,
-        "All finished groups of a run, live or ended, whose tokens its ledger has: those that are not trained yet, and "
-        "those that checkpoints have not deleted, in the order of training.",
-    ),
-    Command(
-        "samples",
-        "prompt, answers, rewards: of the newest groups, or of a step",
-        _samples,
-        _add_samples,
-        "What samples.jsonl kept of each step, of a run that is live or has ended.",
-    ),
-)
-LS = Command("ls", "the runs of a folder: state, step, reward", _ls, _add_ls)
-COMPARE = Command(
-    "compare", "last values and curves of several runs, side by side", _compare, _add_compare,
-    "Without --metric: reward, evaluation, loss, entropy, lag, lengths, speed. The page of --html has all metrics and "
-    "needs no network.",
-)  # fmt: skip

@@ -14,7 +14,7 @@ from ...core.errors import LaunchError, MyxaError
 from ..control import verbs
 from ..control.client import ControlClient, ControlNote, find_run
 from ..memory_part import size_text
-from .parser import Command, Parser, add_json_flag, folder_of, show, table, verb_command
+from .parser import JSON, RUN, command, flag, folder_of, show, table, verb_command
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,12 +57,12 @@ def _ps_page(rows: list[dict[str, Any]]) -> RenderableType:
     return Group(table(COLUMNS, cells, right=("pid", "node", "attempt", "epoch", "up", "memory")), *notes)
 
 
-def _add_top(parser: Parser) -> None:
-    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path",
-                        help="run directory (the only live run)")  # fmt: skip
-
-
-def _top(options: argparse.Namespace) -> int:
+@command(
+    "top", "the run in a terminal, as `myxa up` shows it, until Ctrl-C", RUN,
+    description="Queues, staleness, engines, actors and newest changes of a live run; lines where there is no "
+    "terminal.",
+)  # fmt: skip
+def top(options: argparse.Namespace) -> int:
     from ..views.live import LiveView
     from ..views.run_view import notice_text, title_text
 
@@ -163,15 +163,12 @@ def _percent(kinds: dict[str, float], kind: str) -> str:
     return f"{share * 100:.0f} %" if share >= 0.005 else ("" if kinds else "?")
 
 
-def _add_report(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, nargs="?", metavar="RUN",
-                        help="run directory (the only live run, else the newest of this folder)")  # fmt: skip
-    parser.add_argument("--run", type=Path, default=None, metavar="RUN", dest="run_path", help="the same")
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)")
-    add_json_flag(parser)
-
-
-def _report(options: argparse.Namespace) -> int:
+@command(
+    "report", "write report.html of a run",
+    flag("folder", type=Path, nargs="?", metavar="RUN", help="run directory; the same as --run"), RUN,
+    flag("--out", type=Path, default=None, metavar="FILE", help="write there (RUN/report.html)"), JSON,
+)  # fmt: skip
+def report(options: argparse.Namespace) -> int:
     from ..views.report import write_report  # templates are needed here only
 
     folder = options.folder or options.run_path or folder_of(options)
@@ -237,10 +234,6 @@ def _device(device: DeviceView) -> Iterator[RenderableType]:
 
 
 PS = verb_command(verbs.PS, _ps_page, from_files=_ps_from_files)
-TOP = Command(
-    "top", "the run in a terminal, as `myxa up` shows it, until Ctrl-C", _top, _add_top,
-    "Queues, staleness, engines, actors and newest changes of a live run; lines where there is no terminal.",
-)  # fmt: skip
 DASHBOARD = verb_command(
     verbs.DASHBOARD, _dashboard_page, from_files=_dashboard_from_files,
     description="The run serves a dashboard on 127.0.0.1 until it ends. The URL that is printed holds a secret: "
@@ -248,4 +241,3 @@ DASHBOARD = verb_command(
 )  # fmt: skip
 WHY = verb_command(verbs.WHY, _why_page, from_files=_why_from_files)
 MEM = verb_command(verbs.MEM, memory_page)
-REPORT = Command("report", "write report.html of a run", _report, _add_report)
