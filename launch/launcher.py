@@ -23,7 +23,6 @@ import uvloop
 from rich.console import Console
 
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
-from ..core.clock import SystemClock
 from ..core.config import RunConfig
 from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import LaunchError
@@ -203,12 +202,11 @@ async def _conduct(
     screen: Screen,
 ) -> RunEnd:
     supervisor = context.supervisor
-    clock = SystemClock()
     await rendezvous.node.start(supervisor, name=SUPERVISOR)
     await rendezvous.node.start(agent, name=agent_name(0))
     facts = partial(facts_of, options, rendezvous, supervisor.actors.specs)
     await supervisor.join(await in_daemon_thread(facts, "facts"))
-    lead = Lead(supervisor, RunWatch(rendezvous.node, clock), screen, clock, options.timeouts)
+    lead = Lead(supervisor, RunWatch(rendezvous.node), screen, options.timeouts)
 
     def on_request(reason: str, number: int) -> None:
         screen.say(f"{reason}: ending the run; a second signal ends it at once")

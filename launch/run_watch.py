@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ..actors.contracts import BufferContract, CoordinatorContract, MonitorContract
-from ..core.clock import Clock
 from ..core.errors import CallError
 from ..core.refs import with_deadline
 from ..transport.node import Node
@@ -30,13 +29,12 @@ async def answer_or_none(question: Awaitable[T]) -> T | None:
 class RunWatch:
     """Takes looks; remembers the last one that had a status."""
 
-    def __init__(self, node: Node, clock: Clock) -> None:
+    def __init__(self, node: Node) -> None:
         self._coordinator = node.ref(CoordinatorContract, "coordinator")
         self._buffer = node.ref(BufferContract, "buffer")
         self._monitor = node.ref(MonitorContract, "monitor")
         self._node = node
-        self._clock = clock
-        self._started_wall_s = clock.wall()
+        self._started_wall_s = node.clock.wall()
         self.last = RunView(now_wall_s=self._started_wall_s, started_wall_s=self._started_wall_s)
 
     async def look(self, note: str = "") -> RunView:
@@ -46,7 +44,7 @@ class RunWatch:
             self._answer("monitor", with_deadline(self._monitor, ASK_S).snapshot),
         )
         state = RunView(
-            now_wall_s=self._clock.wall(), started_wall_s=self._started_wall_s, status=status, buffer=stats,
+            now_wall_s=self._node.clock.wall(), started_wall_s=self._started_wall_s, status=status, buffer=stats,
             snapshot=snapshot if snapshot is not None else self.last.snapshot, note=note,
         )  # fmt: skip
         if status is not None or self.last.status is None:

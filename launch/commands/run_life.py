@@ -99,7 +99,11 @@ def launch_options(options: argparse.Namespace, *, program: str = "", **more: An
 
 
 def start(options: argparse.Namespace, **place: Any) -> int:
-    with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet):
+    """This machine's part of a run: that of node 0, which reads the run file, or what it lends to node 0."""
+    config, is_first = None, not place or place["place"].rank == 0
+    if is_first and not options.file:
+        raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
+    with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet or not is_first):
         from ...core.config import load_config
         from ..launcher import launch
         from ..node_place import check_is_one
@@ -107,7 +111,8 @@ def start(options: argparse.Namespace, **place: Any) -> int:
         if not place:
             env = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {**os.environ, "WORLD_SIZE": ""}
             check_is_one(env, remedy="`myxa up` starts all processes of this machine: start it once (srun --ntasks=1)")
-        config = load_config(options.file, options.overrides)
+        if is_first:
+            config = load_config(options.file, options.overrides)
     return launch(config, launch_options(options, **place)).exit_code
 
 
@@ -125,20 +130,7 @@ UP = Command(
     "(PET_*) or Slurm's variables.",
 )  # fmt: skip
 def on_several(options: argparse.Namespace) -> int:
-    if options.join is not None:
-        return _join(options)
-    place = place_of(options)
-    if place["place"].rank:
-        return follow(options, **place)
-    if not options.file:
-        raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
-    return start(options, **place)
-
-
-def follow(options: argparse.Namespace, **place: Any) -> int:
-    from ..launcher import launch
-
-    return launch(None, launch_options(options, **place)).exit_code
+    return start(options, **(place_of(options) if options.join is None else _late_place_of(options)))
 
 
 def place_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -150,7 +142,7 @@ def place_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"place": place, "rdzv_file": options.rdzv_file, "job_key": options.job_key}
 
 
-def _join(options: argparse.Namespace) -> int:
+def _late_place_of(options: argparse.Namespace) -> dict[str, Any]:
     from ..nodes.rendezvous import find_late_rendezvous
 
     if is_on_several(options):
@@ -164,7 +156,7 @@ def _join(options: argparse.Namespace) -> int:
             remedy="name the run's directory, HOST:PORT or the rendezvous file",
         )
     place, rdzv_file, job_key = find_late_rendezvous(options.join, options.job_key)
-    return follow(options, place=place, rdzv_file=rdzv_file, job_key=job_key, is_late=True)
+    return {"place": place, "rdzv_file": rdzv_file, "job_key": job_key, "is_late": True}
 
 
 @command(
@@ -209,7 +201,7 @@ def _resume(options: argparse.Namespace) -> int:
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
     if is_on_several(options) and (place := place_of(options))["place"].rank:
-        return follow(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
+        return start(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
     if folder is not None and is_run_folder(folder) and not RunDir(folder).is_held:
         return start_again(folder, options)
     note = find_run(folder) if folder is not None else _only_live_run(options)

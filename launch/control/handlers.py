@@ -226,7 +226,7 @@ MAX_ASKED = 64
 
 
 async def _status(context: VerbContext, arguments: verbs.StatusArguments, operator: Operator) -> RunView:
-    view = await RunWatch(context.node, context.node.clock).look()
+    view = await RunWatch(context.node).look()
     view = msgspec.structs.replace(view, run_dir=str(context.run_dir.path), started_wall_s=context.started_wall_s)
     if not arguments.whole:
         return view
@@ -258,7 +258,7 @@ async def _knob_table(context: VerbContext) -> KnobTable | None:
 
 
 async def _ps(context: VerbContext, arguments: verbs.Arguments, operator: Operator) -> tuple[ActorFacts, ...]:
-    return _actors(context, await RunWatch(context.node, context.node.clock).look())
+    return _actors(context, await RunWatch(context.node).look())
 
 
 def _actors(context: VerbContext, view: RunView) -> tuple[ActorFacts, ...]:
@@ -286,7 +286,7 @@ def _resident_bytes(pid: int) -> int:
 async def _why(context: VerbContext, arguments: verbs.WhyArguments, operator: Operator) -> Reason:
     monitor = with_deadline(context.node.ref(MonitorContract, "monitor"), verbs.WHY.ask_s)
     view, shares, under_way = await asyncio.gather(
-        RunWatch(context.node, context.node.clock).look(),
+        RunWatch(context.node).look(),
         answer_or_none(monitor.shares(arguments.window_s)),
         _under_way(context),
     )

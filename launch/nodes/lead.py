@@ -7,7 +7,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...core.clock import Clock
 from ...core.timeouts import LauncherTimeouts
 from ..first_failure import RunEnd
 from ..run_watch import RunWatch
@@ -45,11 +44,13 @@ class Lead:
     supervisor: RunSupervisor
     watch: RunWatch
     screen: Screen
-    clock: Clock
     timeouts: LauncherTimeouts
 
     def __post_init__(self) -> None:
         self._failures = self.supervisor.failures
+
+    def _now(self) -> float:
+        return self.supervisor.ctx.clock.monotonic()
 
     async def run(self) -> RunEnd:
         """Gather, start, watch, end. Raises LaunchError if the nodes do not meet."""
@@ -76,7 +77,7 @@ class Lead:
         await asyncio.sleep(CONSEQUENCES_S)
         status = self.watch.last.status
         if status is not None and status.phase == "failed" and status.error:
-            self._failures.add(f"the coordinator ended the run: {status.error}", self.clock.monotonic())
+            self._failures.add(f"the coordinator ended the run: {status.error}", self._now())
         self.screen.tell(self._failures.first)
 
     async def _until_over(self) -> RunEnd:
@@ -88,10 +89,10 @@ class Lead:
                 return await self._settle(ending)
             wish = self._wish()
             if wish is not None and deadline is None:
-                deadline = self.clock.monotonic() + self.timeouts.finish_s
+                deadline = self._now() + self.timeouts.finish_s
             if wish is not None and not is_heard:  # a coordinator that is being restarted gets the next request
                 is_heard = await self.watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self.timeouts.finish_s))
-            if wish is not None and deadline is not None and self.clock.monotonic() > deadline:
+            if wish is not None and deadline is not None and self._now() > deadline:
                 waited = f"the run had no orderly end within {self.timeouts.finish_s:g} s"
                 why = waited if is_heard else "the coordinator did not answer"
                 return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
@@ -132,5 +133,5 @@ class Lead:
             return RunEnd(verdict.exit_code, ending.reason)
         name = ending.reason.partition(":")[0]
         name = name if name in self.supervisor.actors else "coordinator"
-        self._failures.blame(name, ending.reason, self.clock.monotonic())
+        self._failures.blame(name, ending.reason, self._now())
         return ending
