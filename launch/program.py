@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +38,6 @@ from .composition.memory_parts import (
     trainer_tenancy,
 )
 from .composition.rollout_parts import (
-    agent_workflow,
     eval_rewarders,
     eval_sampling,
     eval_sets,
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from ..actors.engines.sglang.engine import SglangOptions
     from ..actors.engines.sglang.launch import LaunchedSglang
     from ..actors.engines.sglang.weight_routes import Routes
-    from ..actors.trainer.step_plan import StepPlanOptions
 
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets these for itself; members of a group must agree on the first, or it fails with "invalid argument"."""
@@ -139,9 +138,13 @@ def _buffer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> 
 def buffer_limits(config: RunConfig) -> BufferLimits:
     """Bounds of the buffer's live knobs: the same that the run file itself is checked by."""
     from ..actors.buffer.cursor import Window
-    from ..actors.buffer.knobs import MAX_TOKENS, BufferLimits
+    from ..actors.buffer.knobs import MAX_ID, MAX_TOKENS, BufferLimits
+    from ..actors.models.hf_folder import read_config
 
     data, context_length, is_supervised = config.data, config.engine.context_length, config.algo.is_given
+    vocab_size = MAX_ID + 1
+    with suppress(ModelError):  # it cannot be read here
+        vocab_size = read_config(config.model.path).vocab_size
     return BufferLimits(
         max_new_tokens=context_length - 1 if context_length else MAX_TOKENS,
         quarantine_after=config.reward.quarantine_after,
@@ -151,19 +154,8 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         has_rewards=not is_supervised,
         samples_per_step=config.monitor.samples_per_step,
         pass_reward=config.reward.pass_reward,
-        vocab_size=_vocab_size(config.model.path),
+        vocab_size=vocab_size,
     )
-
-
-def _vocab_size(model_path: str) -> int:
-    """From the model's folder; if it cannot be read here, every valid token id is allowed."""
-    from ..actors.buffer.knobs import MAX_ID
-    from ..actors.models.hf_folder import read_config
-
-    try:
-        return read_config(model_path).vocab_size
-    except ModelError:
-        return MAX_ID + 1
 
 
 def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -173,7 +165,7 @@ def _monitor(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
 
     settings = config.monitor
     if "mlflow" in settings.sinks:
-        os.environ.setdefault(MLFLOW_VARIABLE, "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions ask to be allowed it
     sinks = choose_sinks(settings)
     files = [path for name in ("metrics.jsonl", "events.jsonl") if (path := run_dir / name).exists()]
     written_s = max((path.stat().st_mtime for path in files), default=0.0)  # by an earlier monitor
@@ -202,24 +194,15 @@ def shown_settings(config: RunConfig) -> dict[str, Shown]:
 def _flat(place: str, table: Mapping[str, Any], *, is_free: bool) -> Iterator[tuple[str, Shown]]:
     for key, value in table.items():
         path = f"{place}.{key}" if place else key
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in cast("list[object]", value)):
+            value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
         if _LEFT_OUT.fullmatch(path):
             continue
         if isinstance(value, Mapping):
             inner = cast("Mapping[str, Any]", value)
             yield from _flat(path, inner, is_free=is_free or bool(_FREE.fullmatch(path)))
-        elif tables := _numbered(value):
-            yield from _flat(path, tables, is_free=is_free)
-        elif is_free and _SECRET.search(key):
-            yield path, HIDDEN
         else:
-            yield path, _plain(value)
-
-
-def _numbered(value: object) -> dict[str, object]:
-    """A list of tables, which have keys too; nothing of any other value."""
-    items = cast("list[object]", value) if isinstance(value, list) else []
-    has_tables = any(isinstance(item, Mapping) for item in items)
-    return {str(number): item for number, item in enumerate(items)} if has_tables else {}
+            yield path, HIDDEN if is_free and _SECRET.search(key) else _plain(cast("object", value))
 
 
 def _plain(value: object) -> Shown:
@@ -228,10 +211,6 @@ def _plain(value: object) -> Shown:
     if isinstance(value, (bool, int, float)):
         return value
     return HIDDEN if _SECRET_ADDRESS.search(text := str(value)) else text
-
-
-MLFLOW_VARIABLE = "MLFLOW_ALLOW_FILE_STORE"
-"""Newer versions of MLflow ask to be allowed their plain file store."""
 
 
 def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
@@ -255,7 +234,10 @@ def _rollout(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     reached = {name: served.reached for name, served in models.items()}
     own_gateway = gateway(spec, config, run_dir)
     if own_gateway is not None and config.rollout.workflow == AGENT_WORKFLOW:
-        workflow = agent_workflow(config, own_gateway, reached)
+        from ..actors.gateway.agent import AgentWorkflow
+
+        path = os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))
+        workflow = AgentWorkflow(config.agent, own_gateway, reached, {**os.environ, "PATH": path})
     elif config.rollout.workflow == ENVIRONMENT_WORKFLOW:
         workflow = EnvironmentPools(config, tokenizer, os.environ)
     else:
@@ -381,11 +363,11 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:
     from ..actors.backends.torch_backend.world import Gang
     from ..actors.trainer.knobs import step_values
+    from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
     from ..actors.trainer.train_loop import TrainLoopOptions
     from ..actors.trainer.trainer import Trainer, TrainerOptions
     from .composition.trainer_parts import (
         GangStart,
-        block_limit_s,
         channel_end,
         checkpoint_options,
         gang_comms,
@@ -405,28 +387,23 @@ def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) ->
     )
     backend = make_backend(spec, config, gang, clock)
     shards = shard_of_rank(spec, config, gang.world_size)
+    plan = StepPlanOptions(
+        algo=config.algo, num_ranks=max(shards) + 1, max_tokens=config.trainer.max_tokens_per_microbatch,
+        minibatches=config.algo.minibatches, sources=tuple(sorted(config.data.sources)),
+        functions=BatchFunctions() if gang.rank else BatchFunctions.load(config.algo),
+    )  # fmt: skip
     leader = TrainLoopOptions(
-        world_size=gang.world_size, num_steps=config.run.num_steps,
-        plan=_plan_options(config, gang.rank, num_ranks=max(shards) + 1), publishes=config.generates,
+        world_size=gang.world_size, num_steps=config.run.num_steps, plan=plan, publishes=config.generates,
         make_pair=None if gang.rank else pair_maker(config), run_dir=str(run_dir),
         checkpoints=checkpoint_options(spec, config, run_dir), trainer=config.trainer,
         step_values=step_values(config.algo, config.optimizer), channel=choose_channel(config), shard_of_rank=shards,
         guard_bound=guard_bound(config), guard_fails=config.guard.above == "fail",
     )  # fmt: skip
-    options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=block_limit_s(spec))
+    # For so long a rank may hold the interpreter lock while it sets up, compiles or writes.
+    options = TrainerOptions(rank=gang.rank, leader=leader, block_limit_s=600.0 if spec.devices else 10.0)
     return Trainer(
         backend=backend, end=channel_end(config, run_dir, gang.rank, local_rank=gang.local_rank), options=options,
         tenancy=trainer_tenancy(spec, config, comms), start=GangStart(spec, config, run_dir),
-    )  # fmt: skip
-
-
-def _plan_options(config: RunConfig, rank: int, *, num_ranks: int) -> StepPlanOptions:
-    from ..actors.trainer.step_plan import BatchFunctions, StepPlanOptions
-
-    return StepPlanOptions(
-        algo=config.algo, num_ranks=num_ranks, max_tokens=config.trainer.max_tokens_per_microbatch,
-        minibatches=config.algo.minibatches, sources=tuple(sorted(config.data.sources)),
-        functions=BatchFunctions() if rank else BatchFunctions.load(config.algo),
     )  # fmt: skip
 
 

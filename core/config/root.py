@@ -315,7 +315,8 @@ def _turn_conflicts(config: RunConfig) -> Iterator[Conflict]:
     nodes = config.roles.memory.nodes
     are_apart = nodes == "*" or any(role.nodes != nodes for role in (trainer, rollout))
     is_on_gpus, launches = bool(trainer.device_ids), rollout.kind == "sglang" and not config.engine.attach
-    says_share = all("mem_fraction_static" in shape.table for shape in config.engine.shapes(config.sglang))
+    shares = [shape.table.get("mem_fraction_static") for shape in config.engine.shapes(config.sglang)]
+    says_share = all(isinstance(share, int | float) for share in shares)
     yield from clashes(
         (not are_shared, "memory.share",
          (f'needs engines on devices that the trainer has, they have "{trainer.devices}" (trainer) and '

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ...actors.models.model_config import ITEM_BYTES, ModelConfig
 from ...core.actor import Actor
@@ -65,11 +65,8 @@ def host_device(node: int, config: RunConfig) -> str:
 
 
 def shared_nodes(config: RunConfig) -> tuple[int, ...]:
-    """Nodes with shared devices; the manager is on the first."""
-    nodes = config.roles.memory.nodes
-    if nodes == "*":
-        raise ConfigError('roles.memory.nodes = "*"', remedy="name the nodes, like those of trainer and rollout")
-    return nodes
+    """Nodes with shared devices, which a valid run file names; the manager is on the first."""
+    return cast("tuple[int, ...]", config.roles.memory.nodes)
 
 
 def share_options(config: RunConfig) -> TimeShareOptions:
@@ -101,15 +98,12 @@ def memory_manager(spec: ActorSpec, config: RunConfig, clock: Clock) -> Actor:
     agent = NodeAgent({} if on_gpus else {host_device(spec.node, config): config.memory.capacity_mb * MIB})
     if spec.name != manager_name(config):
         return agent
-    limits = LeaseOptions(reserve_bytes=0, margin_bytes=0)
-    if on_gpus:
-        limits = LeaseOptions(reserve_bytes=config.memory.reserve_mb * MIB)
-    share = share_options(config)
+    reserve_bytes, share = config.memory.reserve_mb * MIB, share_options(config)
     return MemoryManager(
         agent=agent,
         options=ManagerOptions(
             gangs={TRAINER: share.trainers, ROLLOUT: share.rollouts},
-            limits=limits,
+            limits=LeaseOptions(reserve_bytes) if on_gpus else LeaseOptions(reserve_bytes=0, margin_bytes=0),
             node=spec.node,
             agents={node: f"memory/{node}" for node in shared_nodes(config) if node != spec.node},
         ),
@@ -164,7 +158,12 @@ def torch_offload(spec: ActorSpec, config: RunConfig) -> TorchOffload | None:
         return None
     from ...actors.backends.torch_backend.offload import TorchOffload
 
-    return TorchOffload(make_arena(spec, config, pool_bytes(config, trainer_plan(spec, config))))
+    num_bytes = pool_bytes(config, trainer_plan(spec, config))
+    if not spec.devices:
+        return TorchOffload(_host_arena(spec, config, num_bytes))
+    from ...memory.arenas.cuda_memory import open_cuda
+
+    return TorchOffload(open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes).arena)
 
 
 def megatron_offload(spec: ActorSpec, config: RunConfig) -> MegatronOffload | None:
@@ -186,14 +185,6 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
     if config.memory.host_pool_gb:
         return int(config.memory.host_pool_gb * GIB)
     return int(sum(size for size, policy in plan.values() if policy == "backup") * POOL_SLACK) + 64 * MIB
-
-
-def make_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
-    if spec.devices:
-        from ...memory.arenas.cuda_memory import open_cuda
-
-        return open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes).arena
-    return _host_arena(spec, config, num_bytes)
 
 
 def _host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
@@ -226,20 +217,14 @@ def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -
 
 def sglang_plan(spec: ActorSpec, config: RunConfig, model: ModelConfig) -> tuple[TagReport, ...] | None:
     """What a launched server will hold on each GPU, as far as this is known before it starts; None if its memory is
-    not shared. Raises ConfigError when [sglang] does not say how much it may take."""
+    not shared. A valid [sglang] says how much it may take then."""
     if not takes_turns(config):
         return None
-    share = config.sglang.get("mem_fraction_static")
-    if not isinstance(share, int | float):
-        raise ConfigError(
-            'memory.share = "switch": [sglang] does not set mem_fraction_static',
-            remedy="set it: the share of the GPU that weights and cache take during the engine's turn, e.g. 0.85",
-        )
     from ...actors.tenancy.memory_manager import read_gpu
 
     num_gpus = max(1, len(spec.devices))
     weights = ITEM_BYTES[config.engine.dtype] * model.num_parameters // num_gpus
-    static = int(read_gpu(spec.devices[0]).capacity_bytes * float(share))
+    static = int(read_gpu(spec.devices[0]).capacity_bytes * float(config.sglang["mem_fraction_static"]))
     sizes: dict[Tag, int] = {"weights": weights, "kv_cache": max(0, static - weights), "cuda_graph": GRAPH_BYTES}
     return tuple(
         TagReport(tag=tag, num_bytes=size, policy="discard", backing="discarded") for tag, size in sizes.items()

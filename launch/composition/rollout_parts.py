@@ -7,7 +7,6 @@ built.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,12 @@ from ...core.protocols import Tokenizer
 from ..actor_spec import ActorSpec
 
 if TYPE_CHECKING:
-    from ...actors.gateway.agent import AgentWorkflow
     from ...actors.gateway.server import Gateway
     from ...actors.models.model_config import ModelConfig
     from ...actors.rewards.guard import Reference
     from ...actors.rewards.judge import Judges
     from ...actors.rewards.rewarder import Rewarder
     from ...actors.rollout.other_models import OtherModel
-    from ...actors.workflows.episode import ReachedModel
 
 
 SAMPLED = (
@@ -129,14 +126,6 @@ async def serve_model(
     finally:
         await gateway.stop()
         await engine.close()
-
-
-def agent_workflow(config: RunConfig, gateway: Gateway, models: Mapping[str, ReachedModel]) -> AgentWorkflow:
-    """What is started for each rollout. `own`: the actor's gateway."""
-    from ...actors.gateway.agent import AgentWorkflow
-
-    path = os.pathsep.join((str(Path(sys.executable).parent), *os.get_exec_path()))
-    return AgentWorkflow(config.agent, gateway, models, {**os.environ, "PATH": path})
 
 
 def eval_sets(config: RunConfig) -> dict[str, EvalSetSettings]:
