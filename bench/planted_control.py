@@ -36,7 +36,7 @@ from myxa.core.knobs import (
     Tunable,
 )
 from myxa.core.messages import BufferStats, EngineStatus, RolloutNow, RunStatus
-from myxa.launch.control import verbs
+from myxa.launch import verbs
 from myxa.launch.control.client import ControlNote
 from myxa.launch.control.server import ControlServer, Handler, ServerLimits, VerbContext
 from myxa.launch.views.numbers import name_order

@@ -6,7 +6,7 @@ from ..core.actor import Actor
 from ..core.handlers import call
 from ..core.record import Record
 from .actor_spec import ActorSpec, GangRendezvous
-from .control.verbs import LogsArguments
+from .verbs import LogsArguments
 
 SUPERVISOR = "supervisor"
 

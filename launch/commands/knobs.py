@@ -14,7 +14,7 @@ import msgspec
 
 from ...core.errors import ConfigError, LedgerError, raised_as
 from ...core.knobs import AuditRecord, ChangeReply, KnobTable, Tunable
-from ..control import verbs
+from .. import verbs
 from ..views.changes import asked_text, moves_text
 from ..views.knob_table import KNOB_COLUMNS, knob_rows, read_value, reply_text
 from .parser import ask, flag, folder_of, show, stretch_s, table, verb_command

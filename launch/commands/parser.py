@@ -24,8 +24,8 @@ import msgspec
 from ...core.errors import ConfigError, LaunchError
 from ...core.suggestion import nearest
 from ..control.client import RUNS, ControlClient, ControlNote, SeveralLiveRuns, find_run
-from ..control.verbs import WHO, Verb, argument_names
 from ..run_dir import CONFIG
+from ..verbs import WHO, Verb, argument_names
 
 if TYPE_CHECKING:
     from msgspec.inspect import Field

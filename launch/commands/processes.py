@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ...core.errors import ConfigError, LaunchError, PeerDied
-from ..control import verbs
+from .. import verbs
 from ..control.client import find_run
 from .parser import JSON, RUN, arguments_of, client_or_folder, command, flag, note_of, say_now, show, verb_command
 

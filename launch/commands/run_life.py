@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError, LaunchError
 from ...core.timeouts import TIMEOUTS
-from ..control import verbs
+from .. import verbs
 from ..control.client import RUNS, ControlClient, ControlNote, NoLiveRun, find_run
 from ..run_dir import CONFIG, RunDir, is_run_folder
 from ..waiting import Waiting

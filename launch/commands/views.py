@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import LaunchError, MyxaError
-from ..control import verbs
+from .. import verbs
 from ..control.client import ControlClient, ControlNote, find_run
 from ..memory_part import size_text
 from .parser import JSON, RUN, command, flag, folder_of, show, table, verb_command

@@ -22,7 +22,7 @@ from ...core.errors import DeadlineExceeded, LaunchError, MyxaError, PeerDied, r
 from ...core.files import write_durably
 from ..run_dir import CONFIG, LOCK, RunDir, is_run_folder
 from ..runtime_dir import PREFIX, short_base
-from .verbs import BY_NAME, HOST, SPARE_S
+from ..verbs import BY_NAME, HOST, SPARE_S
 
 RUNS = Path("runs")
 """Where run directories are looked for first when none is named."""

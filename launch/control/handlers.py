@@ -29,6 +29,7 @@ from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Op
 from ...core.messages import RolloutNow
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
+from .. import verbs
 from ..composition.memory_parts import manager_name, takes_turns
 from ..run_watch import RunWatch, answer_or_none
 from ..views.changes import value_text
@@ -36,7 +37,6 @@ from ..views.numbers import doing, name_order
 from ..views.run_files import CONFIG_FILE
 from ..views.run_view import ActorFacts, RunView
 from ..views.why import Reason, explain, judge, slowest
-from . import verbs
 from .process_verbs import PROCESS_HANDLERS
 from .server import Handler, VerbContext
 

@@ -17,10 +17,10 @@ from ...core.errors import CallError, ConfigError, LaunchError, MyxaError
 from ...core.knobs import Operator
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
+from .. import verbs
 from ..contracts import LogChunk, ProcessContract, ProfileReply, StackReply, process_name
 from ..supervisor.placement import START_ORDER, check_leaver, scale
 from ..views.run_view import ActorFacts
-from . import verbs
 from .server import Handler, VerbContext
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from ...core.record import Record
 from ...core.suggestion import suggest
 from ...transport.node import Node
 from ..run_dir import RunDir
-from .verbs import HOST, WHO, Verb, argument_names, find_verb
+from ..verbs import HOST, WHO, Verb, argument_names, find_verb
 
 if TYPE_CHECKING:
     from ..supervisor.run_supervisor import RunSupervisor

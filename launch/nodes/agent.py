@@ -27,9 +27,9 @@ from ..contracts import (
     StackReply,
     SupervisorContract,
 )
-from ..control.verbs import LogsArguments
 from ..first_failure import RunEnd, read_end
 from ..run_dir import RunDir
+from ..verbs import LogsArguments
 from ..worker_spec import ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
 from .fork_server import ForkServer, is_forked

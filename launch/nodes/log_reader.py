@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from ...core.errors import ConfigError
 from ..contracts import LogChunk
-from ..control.verbs import LogsArguments
 from ..run_dir import RunDir
+from ..verbs import LogsArguments
 
 SERVER = ".sglang.log"
 """Ends the name of a launched server's log."""

@@ -28,7 +28,7 @@ from ...actors.http_guard import Head, HttpAccess, Refusal, elsewhere, same
 from ...core.errors import ConfigError, MyxaError
 from ...core.knobs import Operator
 from ...transport.address import LOOPBACK
-from ..control import verbs
+from .. import verbs
 from ..control.server import ControlServer, VerbContext, error_response, operator_of
 from ..views.compare import runs_of
 from ..views.page_data import past_table, state_table

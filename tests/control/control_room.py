@@ -17,7 +17,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.errors import ConfigError, DeadlineExceeded
 from myxa.core.knobs import AuditRecord, Operator
 from myxa.launch.control.server import ControlServer, Handler, ServerLimits, VerbContext
-from myxa.launch.control.verbs import COORDINATOR, Arguments, Verb
+from myxa.launch.verbs import COORDINATOR, Arguments, Verb
 
 
 class Place:

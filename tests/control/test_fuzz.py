@@ -17,7 +17,7 @@ from myxa.core.errors import NoSuchActor
 from myxa.core.knobs import AuditRecord
 from myxa.launch.control.handlers import HANDLERS
 from myxa.launch.control.server import ControlServer, ServerLimits, VerbContext
-from myxa.launch.control.verbs import ALL, argument_names
+from myxa.launch.verbs import ALL, argument_names
 
 SEED = 20_240_611
 NUM_REQUESTS = 10_000

@@ -25,7 +25,7 @@ from tests.harness.waiting import wait_until
 from myxa.launch.cli import main
 from myxa.launch.commands.views import WatchedRun
 from myxa.launch.control.client import ControlClient, find_run
-from myxa.launch.control.verbs import ALL
+from myxa.launch.verbs import ALL
 
 pytestmark = pytest.mark.timeout(600)
 

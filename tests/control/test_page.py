@@ -14,7 +14,7 @@ import pytest
 from myxa.launch.cli import main, make_parser
 from myxa.launch.commands.knobs import declared
 from myxa.launch.control.handlers import HANDLERS
-from myxa.launch.control.verbs import ALL, DASHBOARD, Verb, describe
+from myxa.launch.verbs import ALL, DASHBOARD, Verb, describe
 
 PAGE = Path(__file__).parents[2] / "docs" / "control.md"
 HEAD, END = "<!-- verbs -->\n", "<!-- end -->"

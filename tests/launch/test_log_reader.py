@@ -9,9 +9,9 @@ import pytest
 
 from myxa.core.errors import ConfigError
 from myxa.launch.contracts import LogChunk
-from myxa.launch.control.verbs import LogsArguments
 from myxa.launch.nodes.log_reader import CHUNK_BYTES, MAX_LINE, read_logs
 from myxa.launch.run_dir import RunDir
+from myxa.launch.verbs import LogsArguments
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from myxa.core.knobs import ChangeReply, KnobMove, KnobSheet, KnobState, KnobTable, Tunable
-from myxa.launch.control.verbs import StatusArguments
+from myxa.launch.verbs import StatusArguments
 from myxa.launch.views import knob_table
 from myxa.launch.views.live import render
 from myxa.launch.views.run_view import RunView, carried_over, notice_text, title_text

@@ -25,7 +25,7 @@ from myxa.core.messages import Event, MetricPoint, Telemetry
 from myxa.launch.cli import main
 from myxa.launch.control.client import ControlClient
 from myxa.launch.control.server import Handler, ServerLimits
-from myxa.launch.control.verbs import STACK, Verb
+from myxa.launch.verbs import STACK, Verb
 from myxa.launch.web import dashboard
 from myxa.launch.web.dashboard import ASSETS, METRICS_KEY_VARIABLE, SECURITY_HEADERS, TOKEN_HEADER, prometheus_text
 

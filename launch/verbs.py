@@ -11,10 +11,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from ...core.errors import ConfigError
-from ...core.knobs import MAX_KNOB_VALUES, ChangeRequest, KnobName, Reason
-from ...core.record import Record, argument
-from ...core.suggestion import nearest
+from ..core.errors import ConfigError
+from ..core.knobs import MAX_KNOB_VALUES, ChangeRequest, KnobName, Reason
+from ..core.record import Record, argument
+from ..core.suggestion import nearest
 
 Effect = Literal["read", "change"]
 """read: also by GET; change: by POST alone, and audited."""
