@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -28,22 +27,12 @@ from ...core.host_memory import available_bytes
 from ...core.tried_versions import TRIED, UNTRIED_REMEDY, untried
 from ..host import Gpus, free_at, look_at_gpus, nearest_folder
 from ..memory_part import GIB, size_text
-from .node import TORCH_REMEDY, has_module, module_folder
+from .node import TORCH_REMEDY, has_module, module_folder, version_of
 
 SHOWN = ("torch", "sglang", "megatron-core", "torch-memory-saver", "transformers", "flashinfer-python", "nvidia-ml-py")
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SHM = "/dev/shm"
 CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|\"([^\"]*)\"|None)", re.MULTILINE)
-
-
-def installed_versions() -> dict[str, str]:
-    """Of the distributions that matter."""
-    versions: dict[str, str] = {}
-    for name in SHOWN:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _torch_cuda() -> str | None:
@@ -54,13 +43,6 @@ def _torch_cuda() -> str | None:
         return None
     match = CUDA_LINE.search(text)
     return None if match is None else match[1] or match[2] or ""
-
-
-def _shm_bytes() -> int | None:
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
 
 
 def _file_system(path: Path) -> str:
@@ -77,10 +59,6 @@ def _addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
-def _sandboxes() -> dict[str, str]:
-    return {"rlimits": namespaces_trouble(), **{name: trouble_with(name) for name in ("bubblewrap", "docker")}}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     """Everything that is judged; what is not given is asked of this machine."""
@@ -92,7 +70,9 @@ class MachineFacts:
     file_system: str
     """Type, like "ext4"."""
     system: str = f"Python {platform.python_version()} at {sys.executable}, {platform.platform()}"
-    versions: Mapping[str, str] = field(default_factory=installed_versions)
+    versions: Mapping[str, str] = field(
+        default_factory=lambda: {name: found for name in SHOWN if (found := version_of(name))}
+    )
     """Distribution -> version; what is missing is not installed."""
     torch_cuda: str | None = field(default_factory=_torch_cuda)
     """CUDA that torch was built for; "" = none; None: no torch."""
@@ -101,7 +81,7 @@ class MachineFacts:
     available_bytes: int = field(default_factory=available_bytes)
     """What may still be taken, control group included."""
     ninja: str = field(default_factory=lambda: shutil.which("ninja", path=tools_path(os.environ, sys.executable)) or "")
-    shm_bytes: int | None = field(default_factory=_shm_bytes)
+    shm_bytes: int | None = field(default_factory=lambda: psutil.disk_usage(SHM).total if Path(SHM).is_dir() else None)
     """Size of /dev/shm; None: there is none."""
     max_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     """That a process may open once it has raised its limit; -1: any number."""
@@ -109,7 +89,11 @@ class MachineFacts:
     addresses: tuple[str, ...] = field(default_factory=_addresses)
     """That the hostname resolves to; empty: it does not."""
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    sandboxes: Mapping[str, str] = field(default_factory=_sandboxes)
+    sandboxes: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "rlimits": namespaces_trouble(), **{name: trouble_with(name) for name in ("bubblewrap", "docker")}
+        }
+    )  # fmt: skip
     """What keeps each from being used, of rlimits from having namespaces; empty: nothing."""
 
 
@@ -156,7 +140,7 @@ def system(facts: MachineFacts) -> Iterator[Finding]:
     )  # fmt: skip
     size = facts.shm_bytes
     yield from first(
-        "/dev/shm", "there is none" if size is None else size_text(size),
+        SHM, "there is none" if size is None else size_text(size),
         (size is None, "warning", "", "mount a tmpfs there: NCCL and torch need it with several GPUs"),
         (size is not None and size < SMALL_SHM, "warning", ": NCCL between GPUs of one host needs more",
          "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium Memory"),

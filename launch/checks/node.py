@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -67,17 +66,8 @@ PROBE_S = 120.0
 """A cold network file system under a Python environment can be that slow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """What an interpreter has."""
-
-    python: str
-    """As it is named; empty: the launcher's own."""
-    folders: Mapping[str, str]
-    """Module of `MODULES` -> its folder; what is missing is not installed."""
-
-
-AskedInterpreter = Installed | MyxaError
+AskedInterpreter = Mapping[str, str] | MyxaError
+"""Module of `MODULES` -> its folder, of those that the interpreter has; or why it cannot be used."""
 
 
 def _spec(name: str) -> ModuleSpec | None:
@@ -98,6 +88,12 @@ def module_folder(name: str) -> str:
     return next(iter(spec.submodule_search_locations or ()), "") if spec is not None else ""
 
 
+def version_of(package: str, place: Path | None = None) -> str:
+    """Of a package that is installed here, or in that place; empty: it is not."""
+    path = [str(place)] if place is not None else sys.path
+    return next((installed.version for installed in metadata.distributions(name=package, path=path)), "")
+
+
 def folders() -> dict[str, str]:
     """Where each module of `MODULES` lies in this interpreter."""
     return {name: module_folder(name) for name in MODULES if has_module(name)}
@@ -115,19 +111,19 @@ def one_by_role(actors: Iterable[ActorSpec]) -> dict[str, ActorSpec]:
     return firsts
 
 
-def ask_interpreters(actors: Iterable[ActorSpec]) -> dict[str, AskedInterpreter]:
+def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
     """Role -> what its interpreter has, or why it cannot be used; they are asked at the same time."""
-    firsts = one_by_role(actors)
+    firsts = one_by_role(run.actors)
     with ThreadPoolExecutor(max(1, len(firsts))) as pool:
         return dict(zip(firsts, pool.map(_asked, firsts.values()), strict=True))
 
 
 def _asked(actor: ActorSpec) -> AskedInterpreter:
     if sees_our_modules(actor):
-        return Installed("", folders())
+        return folders()
     python, place = actor.python or sys.executable, f"roles.{actor.role}.python: {actor.python or sys.executable}"
     try:
-        return Installed(actor.python, _probe_ours(place, python, PROBE, actor.env))
+        return _probe_ours(place, python, PROBE, actor.env)
     except MyxaError as error:
         return error
 
@@ -199,11 +195,6 @@ def needs(config: RunConfig, actor: ActorSpec) -> Iterator[Need]:
         yield Need("pynvml", 'which memory.share = "switch" needs on GPUs', "install nvidia-ml-py there (extra gpu)")
 
 
-def interpreters(run: CheckedRun) -> dict[str, AskedInterpreter]:
-    """By role."""
-    return ask_interpreters(run.actors)
-
-
 def packages(run: CheckedRun) -> Iterator[Finding]:
     """Missing modules by role, interpreters that cannot be used, versions that were not tried."""
     config, answers = run.config, run.once(interpreters)
@@ -213,14 +204,14 @@ def packages(run: CheckedRun) -> Iterator[Finding]:
         if isinstance(answer, MyxaError):
             yield Finding(key, answer)
             continue
-        place = f"{key}: {answer.python or sys.executable}"
+        place = f"{key}: {actor.python or sys.executable}"
         for need in needs(config, actor):
-            if need.module not in answer.folders:
+            if need.module not in answer:
                 text = f'{place} has no module "{need.module}", {need.purpose}'
                 yield Finding(key, ConfigError(text, remedy=need.remedy))
         for module in ("transformers", *(need.module for need in needs(config, actor))):
-            used.setdefault((module, answer.folders.get(module, "")), key)
-        core = answer.folders.get("megatron.core")
+            used.setdefault((module, answer.get(module, "")), key)
+        core = answer.get("megatron.core")
         if actor.role == "trainer" and actor.kind == "megatron" and core:
             settings = config.megatron
             tables = {"model": settings.model, "ddp": settings.ddp, "optimizer": settings.optimizer}
@@ -233,9 +224,7 @@ def untried_version(key: str, module: str, folder: str) -> Iterator[Finding]:
     """A warning if the package in that folder is of a version that was not tried."""
     package = module.replace(".", "-")
     if package in TRIED and folder:
-        place = [str(Path(folder).parents[module.count(".")])]
-        version = next((installed.version for installed in metadata.distributions(name=package, path=place)), "")
-        text = untried(package, version)
+        text = untried(package, version_of(package, Path(folder).parents[module.count(".")]))
         yield from warnings((text, f"{key}:", text, UNTRIED_REMEDY))
 
 
@@ -283,9 +272,9 @@ def launched_servers(run: CheckedRun) -> Iterator[Finding]:
             return
     else:
         answer = run.once(interpreters)["rollout"]
-        if not isinstance(answer, Installed):  # a finding of the packages
+        if isinstance(answer, MyxaError):  # a finding of the packages
             return
-        there = answer.folders
+        there = answer
     folder = there.get("sglang", "")
     if not folder:
         shown = config.engine.python or actor.python or "the launcher's own interpreter"

@@ -17,8 +17,6 @@ from myxa.core.errors import ConfigError, ModelError, MyxaError, UserCodeError
 from myxa.launch.checks.check import CheckedRun
 from myxa.launch.checks.files import ReadRows, fit, function_findings, read_tokenizer, train_rows
 from myxa.launch.checks.node import (
-    Installed,
-    ask_interpreters,
     devices,
     gpus,
     interpreters,
@@ -40,7 +38,7 @@ def run(**sections: Any) -> RunConfig:
 def missing(config: RunConfig, *modules: str) -> list[tuple[str, str]]:
     """(role, module) of what is told when these are not installed."""
     actors = place(config, 1)
-    have = Installed("", {name: "" for name in ALL if name not in modules})
+    have = {name: "" for name in ALL if name not in modules}
     answers = dict.fromkeys({actor.role for actor in actors}, have)
     found = list(packages(CheckedRun(config, actors, known={interpreters: answers})))
     assert all(isinstance(finding.error, ConfigError) and finding.error.remedy for finding in found)
@@ -73,12 +71,12 @@ def test_a_path_of_the_role_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").write_text("")
     config = run(roles={"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}})
-    answers = ask_interpreters(place(config, 1))
+    answers = interpreters(CheckedRun(config, place(config, 1)))
     rollout, trainer = answers["rollout"], answers["trainer"]
-    assert isinstance(rollout, Installed)
-    assert isinstance(trainer, Installed)
-    assert rollout.folders["sglang"] == str(tmp_path / "sglang")
-    assert trainer.folders.get("sglang") != str(tmp_path / "sglang")
+    assert not isinstance(rollout, MyxaError)
+    assert not isinstance(trainer, MyxaError)
+    assert rollout["sglang"] == str(tmp_path / "sglang")
+    assert trainer.get("sglang") != str(tmp_path / "sglang")
 
 
 def test_versions_that_were_not_tried_are_told_once_each_and_of_what_is_used(tmp_path: Path) -> None:
@@ -87,7 +85,7 @@ def test_versions_that_were_not_tried_are_told_once_each_and_of_what_is_used(tmp
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    have = Installed("", {name: str(tmp_path / name.replace(".", "/")) for name in (*ALL, "transformers")})
+    have = {name: str(tmp_path / name.replace(".", "/")) for name in (*ALL, "transformers")}
 
     def said(trainer: str) -> list[str]:
         config = run(roles={"trainer": {"kind": trainer}})
