@@ -103,8 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         status = INTERRUPTED
-    except BrokenPipeError:
-        _end_quietly()
+    except BrokenPipeError:  # the reader of the output has closed it (`myxa logs -f | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would report it again at exit
+        sys.exit(0)
     if status and argv is None:
         _end_at_once(status)
     return status
@@ -198,9 +199,3 @@ def _end_at_once(status: int) -> NoReturn:
         with suppress(OSError):
             stream.flush()
     os._exit(status)
-
-
-def _end_quietly() -> NoReturn:
-    """The reader of the output has closed it (`myxa logs -f | head`); Python would report it again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)

@@ -16,12 +16,12 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ..actors.contracts import CoordinatorContract, RolloutContract
 from ..actors.hub import cached
-from ..core.actor import Actor
 from ..core.config import RunConfig, load_config
 from ..core.daemon_thread import in_daemon_thread
 from ..core.errors import CallError, LaunchError, MyxaError, raised_as
@@ -30,7 +30,6 @@ from ..core.refs import with_deadline
 from ..core.samples import NO_VERSION
 from ..transport.address import Rendezvous
 from ..transport.node import Node
-from .actor_spec import ActorSpec
 from .composition.memory_parts import takes_turns
 from .program import build_actor
 from .run_dir import RunDir
@@ -249,12 +248,10 @@ async def _start(node: Node, place: RunDir, config: RunConfig) -> str:
     number = FIRST_EMBEDDED + secrets.randbelow(NUM_NAMES)
     spec = make_spec("rollout", config.roles.rollout, number, 0, ())
     with raised_as(LaunchError, f"{spec.name} could not join the run", CallError, remedy="see the launcher's log"):
-        await node.start(await _build(spec, config, place), spec.name)
+        remedy = "install what the run uses here too, e.g. `pip install 'myxa[cpu]'`"
+        with raised_as(LaunchError, f"{spec.name} cannot be built in this program", ImportError, remedy=remedy):
+            # In its own thread: the first import of torch takes seconds, in which the host's loop has to answer.
+            build = partial(build_actor, spec, config, place.path)
+            actor = await in_daemon_thread(build, name=f"{spec.name} build")
+        await node.start(actor, spec.name)
     return spec.name
-
-
-async def _build(spec: ActorSpec, config: RunConfig, place: RunDir) -> Actor:
-    """In its own thread: the first import of torch takes seconds, in which the host's loop has to answer."""
-    remedy = "install what the run uses here too, e.g. `pip install 'myxa[cpu]'`"
-    with raised_as(LaunchError, f"{spec.name} cannot be built in this program", ImportError, remedy=remedy):
-        return await in_daemon_thread(lambda: build_actor(spec, config, place.path), name=f"{spec.name} build")

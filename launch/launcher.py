@@ -219,7 +219,14 @@ async def _conduct(
                 screen.say(f"dashboard: {url}")
             with stop_signals(on_request) as forced:
                 async with runtime.kept([rendezvous.rdzv_path, runtime.path / NOTE]):
-                    ending = await _until_forced(lead, rendezvous, forced)
+                    run = await race(lead.run(), forced, rendezvous.node.failed)
+                    if not run.cancelled():
+                        ending = run.result()
+                    elif forced.done():
+                        ending = RunEnd(128 + forced.result(), "ended at once")
+                    else:
+                        cause = f"the launcher itself failed: {rendezvous.node.failed.result()}"
+                        raise LaunchError(cause, remedy="this is a bug; report it")
     except LaunchError as error:
         ending = RunEnd(error.exit_code, str(error))
         raise
@@ -228,18 +235,6 @@ async def _conduct(
         for node in supervisor.nodes[1:]:  # node 0 is this one
             await supervisor.order_leave(node, ending.exit_code, ending.reason)
     return ending
-
-
-async def _until_forced(lead: Lead, rendezvous: NodeRendezvous, forced: asyncio.Future[int]) -> RunEnd:
-    """The run to its end, or to the second signal, or to a failure of this launcher itself."""
-    run = await race(lead.run(), forced, rendezvous.node.failed)
-    if not run.cancelled():
-        return run.result()
-    if forced.done():
-        return RunEnd(128 + forced.result(), "ended at once")
-    raise LaunchError(
-        f"the launcher itself failed: {rendezvous.node.failed.result()}", remedy="this is a bug; report it"
-    )
 
 
 @contextlib.contextmanager

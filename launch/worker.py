@@ -107,14 +107,6 @@ def _watch_for_users_code(actor: ActorSpec, config: RunConfig, busy_s: Callable[
     return LoopWatch(limit_s, give_up, busy_s)
 
 
-def _lacking(error: ImportError) -> ConfigError:
-    """This interpreter lacks something; another attempt would lack it too."""
-    is_missing = isinstance(error, ModuleNotFoundError) and error.name
-    cause = f'has no module "{error.name}"' if is_missing else f"cannot import {error.name or 'a module'}: {error}"
-    remedy = "install what is missing, or set roles.<role>.python to an interpreter that has it"
-    return ConfigError(f"{sys.executable} {cause}", remedy=remedy)
-
-
 SWITCH_INTERVAL_S = 0.0005
 """An engine's or a trainer's thread takes the interpreter lock back after every kernel; with Python's 5 ms each of
 those waits lasts as long as the event loop is busy. Set here because this process is ours; an embedded actor's host
@@ -151,8 +143,13 @@ def main() -> int:
             runner.run(serve(spec))
     except Exception as error:  # noqa: BLE001 - logged, and reported by the exit status
         _log.exception("failed")
-        if isinstance(error, ImportError):
-            error = _lacking(error)
+        if isinstance(error, ImportError):  # another attempt would lack it too
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name
+            missing = (
+                f'has no module "{error.name}"' if is_missing else f"cannot import {error.name or 'a module'}: {error}"
+            )
+            remedy = "install what is missing, or set roles.<role>.python to an interpreter that has it"
+            error = ConfigError(f"{sys.executable} {missing}", remedy=remedy)
         if isinstance(error, MyxaError):
             end(error.exit_code, str(error))
         end(1, f"{type(error).__name__}: {error}")

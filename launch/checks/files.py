@@ -65,7 +65,7 @@ from ...algos.filters import GROUP_FILTERS, SAMPLE_FILTERS, group_filter, sample
 from ...core.config import RunConfig
 from ...core.config.data import parse_sources
 from ...core.config.loading import Finding
-from ...core.config.servers import OFF, ServerShape
+from ...core.config.servers import OFF
 from ...core.errors import (
     ConfigError,
     DataError,
@@ -376,7 +376,11 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
     if run.of("rollout") and config.generates:
         yield from looked("engine.context_length", _check_context, config, model.context_length)
     if ("rollout", "sglang") in kinds and config.generates and not config.engine.attach:
-        yield from _servers_fit(config, model, len(run.of("rollout")[0].devices))
+        num_gpus, num_experts = len(run.of("rollout")[0].devices), None if model.foreign else model.num_experts
+        for shape in config.engine.shapes(config.sglang):
+            server_gpus = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
+            yield from looked(shape.key, check_sizes, shape, server_gpus, num_experts)
+            yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
     if ("rollout", "sglang") in kinds and config.generates:
         yield from looked("weights.channel", _check_served, config, model)
     if config.lora.rank and run.of("trainer"):
@@ -387,15 +391,6 @@ def fit(run: CheckedRun) -> Iterator[Finding]:
         yield from looked("megatron", layout.check_model, model, config.megatron.model)
         if config.megatron.routing_replay:
             yield from looked("megatron.routing_replay", check_routing, model.num_experts, config.megatron)
-
-
-def _servers_fit(config: RunConfig, model: ModelConfig, num_gpus: int) -> Iterator[Finding]:
-    """Sizes of launched servers, and what guesses ahead there. `num_gpus`: of an actor; 0: CPU."""
-    for shape in config.engine.shapes(config.sglang):
-        server_gpus = shape.num_gpus if config.engine.groups and num_gpus else num_gpus
-        num_experts = None if model.foreign else model.num_experts
-        yield from looked(shape.key, check_sizes, shape, server_gpus, num_experts)
-        yield from _guesses(config.of_server(shape), model, f"{shape.key}.speculative_algorithm")
 
 
 def _own_code(config: RunConfig, model: ModelConfig, kinds: Collection[tuple[str, str]]) -> Iterator[Finding]:
@@ -449,19 +444,14 @@ def _check_served(config: RunConfig, model: ModelConfig) -> None:
         )
     if not fp8 and not config.engine.attach and config.lora.rollout != "adapter":
         for shape in config.engine.shapes(config.sglang):
-            _check_quantisation(shape)
-
-
-def _check_quantisation(shape: ServerShape) -> None:
-    """Of a server that gets new weights, and whose folder is not quantised. Raises ConfigError."""
-    kind = shape.table.get("quantization")
-    if kind not in (None, "unquant", *OFF) and shape.table.get("load_format") != "flash_rl":
-        raise ConfigError(
-            f"{shape.key}.quantization = {kind}: SGLang quantises the folder once, when it loads it, and has no place "
-            "for weights that come later",
-            remedy="leave it out, and name a folder in FP8 blocks in model.path (`myxa convert MODEL FOLDER "
-            "--dtype fp8` writes one)",
-        )
+            kind = shape.table.get("quantization")
+            if kind not in (None, "unquant", *OFF) and shape.table.get("load_format") != "flash_rl":
+                raise ConfigError(
+                    f"{shape.key}.quantization = {kind}: SGLang quantises the folder once, when it loads it, and has "
+                    "no place for weights that come later",
+                    remedy="leave it out, and name a folder in FP8 blocks in model.path (`myxa convert MODEL FOLDER "
+                    "--dtype fp8` writes one)",
+                )
 
 
 def _check_adapters(config: RunConfig, model: ModelConfig) -> None:

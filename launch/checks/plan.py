@@ -137,7 +137,7 @@ def plan_text(plan: PlannedRun) -> str:
     """The page; problems last, where the eye is."""
     sections = [
         ("placement", _placement(plan)),
-        ("hub", (_download(download) for download in plan.downloads)),
+        ("hub", _downloads(plan)),
         ("memory (the fullest rank)", _memory(plan.memory, plan.num_parameters)),
         ("batch", _figures(plan.batch)),
         ("staleness", _staleness(plan.staleness)),
@@ -169,9 +169,10 @@ MODEL = "model"
 """Begins the keys of models whose folders are looked at without their weights."""
 
 
-def _download(download: HubDownload) -> str:
-    needs = f"{size_text(download.num_bytes)} to fetch into" if download.num_bytes else "in"
-    return f"{download.key}: {download.name}: {needs} {download.folder}, {size_text(download.free_bytes)} free"
+def _downloads(plan: PlannedRun) -> Iterator[str]:
+    for file in plan.downloads:
+        needs = f"{size_text(file.num_bytes)} to fetch into" if file.num_bytes else "in"
+        yield f"{file.key}: {file.name}: {needs} {file.folder}, {size_text(file.free_bytes)} free"
 
 
 def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator[str]:
@@ -179,17 +180,12 @@ def _memory(loads: Sequence[DeviceLoad], num_parameters: int | None) -> Iterator
         return
     yield f"a model of {count_text(num_parameters or 0)} parameters"
     for load in loads:
-        yield from _load(load)
+        unknown = " (size of the device: --device-gib)" if "GPU" in load.devices else ""
+        size = unknown if load.capacity_bytes is None else f" of {size_text(load.capacity_bytes)}"
+        yield f"{load.devices}, {load.phase}: {size_text(load.num_bytes)}{size}{'' if load.fits else f'  {OVER}'}"
+        for part in load.parts:
+            yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
     yield UNCOUNTED
-
-
-def _load(load: DeviceLoad) -> Iterator[str]:
-    capacity = load.capacity_bytes
-    size = f" of {size_text(capacity)}" if capacity is not None else ""
-    size = size or (" (size of the device: --device-gib)" if "GPU" in load.devices else "")
-    yield f"{load.devices}, {load.phase}: {size_text(load.num_bytes)}{size}{'' if load.fits else f'  {OVER}'}"
-    for part in load.parts:
-        yield f"  {f'{part.owner} {part.name}'.strip():<26} {size_text(part.num_bytes):>10}  {part.how}"
 
 
 def _staleness(plan: dict[str, Any] | None) -> Iterator[str]:

@@ -110,29 +110,21 @@ def check_reply(options: argparse.Namespace, reply: dict[str, Any]) -> int:
 
 def _history(options: argparse.Namespace) -> int:
     """From the audit log itself, so it works after the run, too."""
-    from ...actors.coordinator.audit import AUDIT_FILE, read_audit
+    from ...actors.coordinator.audit import AUDIT_FILE, read_audit, verify_audit
 
     run: Path | None = options.run_path
     path = (run if run is not None and run.is_dir() else folder_of(options)) / AUDIT_FILE
     if options.verify:
-        return _verify(options, path)
+        verdict = verify_audit(path)
+        if verdict.complaint:
+            raise LedgerError(
+                f"{path}: {verdict.complaint}; {verdict.num_records} records before it hold",
+                remedy="the file was edited, or the disk lost a part of it",
+            )
+        show(options, msgspec.to_builtins(verdict), _verdict_text)
+        return 0
     records = msgspec.to_builtins(read_audit(path, options.limit))
     show(options, records, lambda records: "\n".join(map(change_line, records)) or "nothing was changed")
-    return 0
-
-
-def _verify(options: argparse.Namespace, path: Path) -> int:
-    from dataclasses import asdict
-
-    from ...actors.coordinator.audit import verify_audit
-
-    verdict = verify_audit(path)
-    if verdict.complaint:
-        raise LedgerError(
-            f"{path}: {verdict.complaint}; {verdict.num_records} records before it hold",
-            remedy="the file was edited, or the disk lost a part of it",
-        )
-    show(options, asdict(verdict), _verdict_text)
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -55,8 +56,11 @@ def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node
         from ..checks.all_checks import check_node  # while a fork server does its imports
 
         return check_node(config, actors, node)
-    _check_program(program)
-    return ()
+    module = program.partition(":")[0]
+    with suppress(ValueError):
+        if module.endswith(".py") or find_spec(module.partition(".")[0]) is not None:
+            return ()
+    raise ConfigError(f"--program: there is no module {module!r}", remedy="install it, or put it on PYTHONPATH")
 
 
 async def made_ready(
@@ -80,16 +84,6 @@ def fork_server_of(
     if not modules or not adopts_orphans():  # in a program that hosts us a forked process would not become our child
         return None
     return ForkServer(modules, folder, logging.getLogger("myxa.launcher"))
-
-
-def _check_program(program: str) -> None:
-    module = program.partition(":")[0]
-    try:
-        is_there = module.endswith(".py") or find_spec(module.partition(".")[0]) is not None
-    except ValueError:
-        is_there = False
-    if not is_there:
-        raise ConfigError(f"--program: there is no module {module!r}", remedy="install it, or put it on PYTHONPATH")
 
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:

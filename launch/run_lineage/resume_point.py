@@ -111,28 +111,17 @@ def checkpoints_of(run_dir: Path) -> list[dict[str, Any]]:
     """Every checkpoint, each byte checked, as JSON types, newest first. Raises LaunchError for the directory."""
     if not run_dir.is_dir():
         raise LaunchError(f"there is no run directory {run_dir}", remedy="`myxa up` prints it when it starts")
-    origin = RunOrigin.load(run_dir)
-    return [_row(info, origin) for info in whole_ones(run_dir / CHECKPOINTS)]
-
-
-def _row(info: CheckpointInfo, origin: RunOrigin) -> dict[str, Any]:
-    problem = info.problem or origin.why_undone(info)
-    return {
-        "version": info.version,
-        "folder": info.path.name,
-        "stays": "for ever" if is_kept(info.path) else "",
-        "problem": problem,
-        "lacks": "" if problem else _lacks(info.path),
-    }
-
-
-def _lacks(folder: Path) -> str:
-    """Why the checkpoint serves its own run only."""
-    try:
-        ledger_in(folder)
-    except TrainError as error:
-        return f"whole, but needs the run's own ledger: {error.message}"
-    return ""
+    origin, rows = RunOrigin.load(run_dir), list[dict[str, Any]]()
+    for info in whole_ones(run_dir / CHECKPOINTS):
+        problem, lacks = info.problem or origin.why_undone(info), ""
+        try:
+            ledger_in(info.path)
+        except TrainError as error:  # it serves its own run only
+            lacks = "" if problem else f"whole, but needs the run's own ledger: {error.message}"
+        stays = "for ever" if is_kept(info.path) else ""
+        row = {"version": info.version, "folder": info.path.name, "stays": stays, "problem": problem, "lacks": lacks}
+        rows.append(row)
+    return rows
 
 
 def named_checkpoint(place: str | Path, *, reads_all: bool = False) -> Path:

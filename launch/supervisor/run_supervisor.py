@@ -135,7 +135,9 @@ class RunSupervisor(SupervisorContract):
     def _on_actor(self, event: PeerEvent) -> None:
         if event.kind in ("suspect", "hung", "recovered"):
             self.ctx.log.warning("%s: %s (%s)", event.name, event.kind, event.reason or "it answers again")
-            self._tell_health(event)
+            # The monitor, for events.jsonl, the live view and the report; one that is away gets it when it is back.
+            text = f"{event.name} (epoch {event.epoch}): {event.reason}"
+            self._telemetry.event(f"actor-{event.kind}", text, source=event.name, epoch=event.epoch)
             self._carry_out(self._rules.on_health(event.name, event.kind, event.reason, self._now()))
         elif event.kind == "down":
             # Checked here and not in the task: the state may change before the task begins.
@@ -146,11 +148,6 @@ class RunSupervisor(SupervisorContract):
             self.ctx.log.info("%s is up (epoch %d)", event.name, event.epoch)
             self.actors[event.name].epoch = event.epoch
             self._rules.on_up(event.name)
-
-    def _tell_health(self, event: PeerEvent) -> None:
-        """The monitor, for events.jsonl, the live view and the report; one that is away gets it when it is back."""
-        text = f"{event.name} (epoch {event.epoch}): {event.reason}"
-        self._telemetry.event(f"actor-{event.kind}", text, source=event.name, epoch=event.epoch)
 
     async def _end_after_grace(self, event: PeerEvent, attempt: int) -> None:
         """Its incarnation is over: a process that does not exit is ended, since it is in the way of the next one."""
