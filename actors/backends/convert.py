@@ -111,6 +111,16 @@ def _empty(folder: str | Path) -> Path:
 FP8_BLOCK = (128, 128)
 IN_FP8 = re.compile(r"(?<!\.eh)_proj(_with_mqa)?\.weight$")
 """Matrices that servers hold in FP8 where their folder is: SGLang casts one that comes in bfloat16, without a scale."""
+JOINED = re.compile(r"(.+\.(?:self_attn|mlp))\.(?:k|gate)_proj\.weight")
+"""Matrices that SGLang joins with the next one, and that must therefore end where a block does."""
+
+
+def _left_out(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Matrices of attentions and dense MLPs in which a joined one ends within a block: a server would not start
+    (GLM-4.5-Air's first layer, 10944 wide). They stay in bfloat16, as `modules_to_not_convert` says."""
+    ends = {match[1]: shapes[name][0] for name in shapes if (match := JOINED.fullmatch(name))}
+    odd = tuple(f"{parent}." for parent, rows in ends.items() if rows % FP8_BLOCK[0])
+    return [name for name in shapes if IN_FP8.search(name) and name.startswith(odd)]
 
 
 def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
@@ -123,11 +133,15 @@ def quantise_folder(model: str | Path, folder: str | Path) -> dict[str, Any]:
         if is_one and f"model.layers.{config.num_layers}.eh_proj.weight" in arrays:
             config = config.with_mtp()
     with open_weights(model, config) as arrays:
-        rule = Fp8Rule(frozenset(filter(IN_FP8.search, config.tensor_shapes())), FP8_BLOCK)
-        tensors = ((name, from_bytes(arrays[name])) for name in config.tensor_shapes())
+        left_out = _left_out(shapes := config.tensor_shapes())
+        rule = Fp8Rule(frozenset(filter(IN_FP8.search, shapes)).difference(left_out), FP8_BLOCK)
+        tensors = ((name, from_bytes(arrays[name])) for name in shapes)
         sent = ((n, t if n in rule.names else t.to(sent_type(n, torch.bfloat16, config))) for n, t in tensors)
         quantised = list(rule.apply(sent))
-    facts = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK]}
+    facts = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*FP8_BLOCK],
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in left_out],
+    }  # fmt: skip
     source = {**config.source, "dtype": "bfloat16", "torch_dtype": "bfloat16", "quantization_config": facts}
     write_folder(target, source, named_arrays(quantised), tokenizer_from=model)
     sizes = {"num_tensors": len(quantised), "num_parameters": config.num_parameters}

@@ -112,7 +112,7 @@ def test_a_model_folder_becomes_fp8_in_blocks_that_our_reader_takes(model: Path,
 def test_latent_attention_and_the_mtp_layer_become_fp8_where_servers_hold_fp8(tmp_path: Path, has_layer: bool) -> None:
     """SGLang holds both low-rank inputs of MLA as one FP8 matrix, and `eh_proj`, routers and head in bfloat16."""
     small = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "first_k_dense_replace": 1,
+        "hidden_size": 16, "intermediate_size": 128, "num_hidden_layers": 2, "first_k_dense_replace": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
         "qk_rope_head_dim": 4, "v_head_dim": 4, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 1,
         "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 32,

@@ -216,13 +216,38 @@ def test_servers_that_hold_other_scales_are_refused(strategy: str, named: str, t
         Fp8Rule.of_folder(tmp_path)
 
 
+def left_out(folder: Path) -> list[str]:
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return said["modules_to_not_convert"]
+
+
+def test_matrices_that_a_server_would_join_within_a_block_stay_as_they_are(tmp_path: Path) -> None:
+    """GLM-4.5-Air's first MLP is 10944 wide: SGLang joins gate and up, and refuses gates of 85.5 blocks."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    config = parse_model_config(MODEL | {"intermediate_size": 200, "num_key_value_heads": 1}, "x")
+    source.mkdir()
+    weights = {name: torch.ones(shape).bfloat16() for name, shape in config.tensor_shapes().items()}
+    save_file(weights, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config.source))
+    write_tokenizer(source, tiny_config("1m"))
+    quantise_folder(source, target)
+    rule = Fp8Rule.of_folder(target)
+    assert rule is not None and rule.names == {name for name in weights if "_proj.weight" in name and "experts" in name}
+    layers = range(config.num_layers)
+    odd = {f"model.layers.{n}.self_attn.{x}_proj" for n in layers for x in "qkvo"}
+    odd |= {f"model.layers.{n}.mlp.{x}_proj" for n in config.dense_layers for x in ("gate", "up", "down")}
+    assert set(left_out(target)) == odd
+
+
 def test_such_a_folder_becomes_one_in_blocks_that_servers_take(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     expected = folder_of(source)
     write_tokenizer(source, tiny_config("1m"))
+    config = json.loads((source / "config.json").read_text())
     quantise_folder(source, target)
     rule = Fp8Rule.of_folder(target)
     assert rule is not None and rule.block == (128, 128) and WEIGHT in rule.names
+    assert config["intermediate_size"] % 128 == 0 and not left_out(target)
     values, scales = quantise_blocks(expected[WEIGHT])
     written = load_file(target / "model.safetensors")
     assert torch.equal(written[WEIGHT].float(), values.float()) and torch.equal(written[WEIGHT + "_scale_inv"], scales)
