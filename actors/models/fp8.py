@@ -95,7 +95,7 @@ class Fp8Format:
         if not all(self.block):
             raise ConfigError(
                 f"{place}: its FP8 weights have one scale for each {'channel' if self.block[0] else 'matrix'}; SGLang "
-                "lays such weights out anew when it has loaded them, and takes no others later",
+                "transposes such weights when it has loaded them, and takes no others later",
                 remedy="write a folder in FP8 blocks (`myxa convert MODEL FOLDER --dtype fp8`), and name it in "
                 "weights.served_folder",
             )
