@@ -86,13 +86,13 @@ class ConductContract(Actor):
         continue. Returns the version that the trainer will rest at, or for resume the first step without a claim."""
         raise NotImplementedError
 
-    @call(deadline=1800, reentrant=True)
-    async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
+    @call(deadline=1800, reentrant=True, cancellable=False)
+    async def checkpoint_now(self, export: bool) -> str:
         """A checkpoint at the next step boundary, or with `export` a HuggingFace folder; returns the folder."""
         raise NotImplementedError
 
-    @call(deadline=600, reentrant=True)
-    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
+    @call(deadline=600, reentrant=True, cancellable=False)
+    async def evaluate_now(self, name: str) -> EvalResult:
         """Held-out reward now, beside training; `name`: of one evaluation set, else all of them."""
         raise NotImplementedError
 

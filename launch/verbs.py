@@ -97,8 +97,8 @@ MEM = Verb("mem", "read", Arguments, "which actor holds which device memory")
 PAUSE = Verb("pause", "change", WithReason, "no new work and no new step; the current step ends", 60.0, by=COORDINATOR)
 RESUME = Verb("resume", "change", WithReason, "continue after a pause", 60.0, by=COORDINATOR)
 STEP = Verb("step", "change", StepArguments, "so many training steps, then pause", 60.0, by=COORDINATOR)
-CKPT = Verb("ckpt", "change", CheckpointArguments, "a checkpoint at the next step boundary", 1800.0, by=COORDINATOR)
-EVAL = Verb("eval", "change", EvalArguments, "held-out reward now, beside training", 600.0, by=COORDINATOR)
+CKPT = Verb("ckpt", "change", CheckpointArguments, "a checkpoint at the next step boundary", 1800.0)
+EVAL = Verb("eval", "change", EvalArguments, "held-out reward now, beside training", 600.0)
 DOWN = Verb("down", "change", WithReason, "end the run cleanly, as Ctrl-C does")
 
 

@@ -87,7 +87,7 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         )
         self._adopter = Adopter(run, self._adoption, self._options.limits)
         self.evaluator = Evaluator(run, self._adoption, self._adopter)
-        self.control = RunControl(run, self.conductor, self._evaluate_now)
+        self.control = RunControl(run, self.conductor)
         self._leader = LeaderControl(run)
 
     async def on_peer(self, event: PeerEvent) -> None:
@@ -326,11 +326,6 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
         if result is not None:
             await self._mind_reward(result.mean_reward)
 
-    async def _evaluate_now(self, name: str) -> EvalResult:
-        if (result := await self.evaluator.evaluate(name)) and not name:
-            await self._mind_reward(result.mean_reward)
-        return result
-
     async def _mind_reward(self, reward: float) -> None:
         target = self._options.run.stop_reward
         if target and reward >= target and self._state.phase == "running":
@@ -385,11 +380,13 @@ class Coordinator(OwnsKnobs, CoordinatorContract):
     async def set_pause(self, verb: PauseVerb, who: Operator, reason: str, num_steps: int = 0) -> int:
         return await self.control.set_pause(verb, who, reason, num_steps)
 
-    async def checkpoint_now(self, who: Operator, reason: str, export: bool) -> str:
-        return await self.control.checkpoint(who, reason, export=export)
+    async def checkpoint_now(self, export: bool) -> str:
+        return await self.control.checkpoint(export=export)
 
-    async def evaluate_now(self, who: Operator, reason: str, name: str) -> EvalResult:
-        return await self.control.evaluate(who, reason, name)
+    async def evaluate_now(self, name: str) -> EvalResult:
+        if (result := await self.evaluator.evaluate(name)) and not name:
+            await self._mind_reward(result.mean_reward)
+        return result
 
     async def _end(self, reason: str) -> None:
         if self._state.phase == "running":

@@ -1,49 +1,32 @@
-"""What operators do to a run beside knobs: pause, resume, step, write a checkpoint, evaluate; all recorded.
+"""What operators do to a run beside knobs: pause, resume, step, write a checkpoint.
 
 A pause is a value of the buffer's knob `pause_at`: nothing is drawn or claimed, a claimed step is trained to its end.
-What the audit log does not take is not done. A deed that has begun completes, even if its caller is gone.
+What the audit log does not take is not done.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TypeVar
 
-import msgspec
-
-from ...core.errors import CallError, LedgerError, MyxaError, TrainError
+from ...core.errors import CallError, LedgerError, TrainError
 from ...core.ids import LEADER
-from ...core.knobs import AuditRecord, ChangeRequest, KnobMove, KnobSheet, KnobState, Operator, PauseVerb
-from ...core.messages import EvalResult
+from ...core.knobs import ChangeRequest, KnobMove, KnobSheet, KnobState, Operator, PauseVerb
 from ..contracts import BufferContract, TrainerContract
 from ..knobs.owner import PAUSE_AT
 from .knob_conductor import KnobConductor, Order
 from .knob_decisions import ChangeDraft, OwnerStates, draft_change
 from .run_state import RunContext
 
-T = TypeVar("T")
-
 _BUFFER = OwnerStates([KnobSheet(owner="buffer", knobs=(KnobState(tunable=PAUSE_AT, value=-1, first=-1),))], {})
 """A pause can be decided while the buffer is away."""
-
-
-def _deed(verb: str, who: Operator, reason: str, **arguments: object) -> AuditRecord:
-    """Something that is asked for, as the audit log has it but for the outcome."""
-    return AuditRecord(number=0, wall_s=0.0, verb=verb, who=who, arguments=arguments, result="", reason=reason)
 
 
 class RunControl:
     """See the module's head."""
 
-    def __init__(
-        self, run: RunContext, conductor: KnobConductor, evaluate: Callable[[str], Awaitable[EvalResult]]
-    ) -> None:
-        """`evaluate`: on the held-out prompts now, of that set or all."""
-        self._ctx, self._meter = run.ctx, run.meter
-        self._version, self._tell, self._record, self._ask = run.version, run.tell, run.record, run.ask
-        self._conductor, self._evaluate, self._file = conductor, evaluate, run.options.file
+    def __init__(self, run: RunContext, conductor: KnobConductor) -> None:
+        self._meter, self._version, self._tell, self._ask = run.meter, run.version, run.tell, run.ask
+        self._conductor, self._file = conductor, run.options.file
         self._buffer = run.ctx.ref(BufferContract, "buffer")
         self._leader = run.ctx.ref(TrainerContract, LEADER)
         self._seen: tuple[int, str] | None = None
@@ -98,39 +81,8 @@ class RunControl:
         stats = await self._ask("buffer", self._buffer.stats)
         return max(stats.next_step, pause_at)
 
-    async def checkpoint(self, who: Operator, reason: str, *, export: bool) -> str:
-        async def write() -> str:
-            if not export and self._file is not None and (why := self._file.refusal({"trainer.checkpoint_every": 1})):
-                raise TrainError(f"no checkpoint can be written: {why}", remedy="export the model instead")
-            return await self._leader.checkpoint_at_boundary(export)
-
-        return await self._carry_out(_deed("ckpt", who, reason, export=export), write)
-
-    async def evaluate(self, who: Operator, reason: str, name: str) -> EvalResult:
-        """On held-out prompts, beside training; `name`: of one set, else all."""
-        deed = _deed("eval", who, reason, **({"set": name} if name else {}))
-        return await self._carry_out(deed, lambda: self._evaluate(name))
-
-    async def _carry_out(self, deed: AuditRecord, work: Callable[[], Awaitable[T]]) -> T:
-        """Completes even if the caller is gone."""
-        task = self._ctx.spawn(self._attempt(deed, work), name=f"control-{deed.verb}")
-        outcome = await asyncio.shield(task)
-        if isinstance(outcome, MyxaError):
-            raise outcome
-        return outcome
-
-    async def _attempt(self, deed: AuditRecord, work: Callable[[], Awaitable[T]]) -> T | MyxaError:
-        """Its result, or its error: a failed deed does not end the actor."""
-        try:
-            result = await work()
-        except MyxaError as failure:
-            try:
-                await self._record(msgspec.structs.replace(deed, result="failed", detail=str(failure)))
-            except MyxaError as error:
-                self._tell("audit-incomplete", f"that {deed.verb} failed was not recorded: {error}")
-            return failure
-        try:
-            await self._record(msgspec.structs.replace(deed, result="done", detail=str(result)))
-        except MyxaError as error:
-            return LedgerError(f"{deed.verb} was done ({result}), but could not be recorded: {error}")
-        return result
+    async def checkpoint(self, *, export: bool) -> str:
+        """The folder. Raises TrainError where the run file rules checkpoints out."""
+        if not export and self._file is not None and (why := self._file.refusal({"trainer.checkpoint_every": 1})):
+            raise TrainError(f"no checkpoint can be written: {why}", remedy="export the model instead")
+        return await self._leader.checkpoint_at_boundary(export)

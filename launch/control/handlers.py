@@ -86,12 +86,12 @@ async def _step(context: VerbContext, arguments: verbs.StepArguments, operator: 
 
 async def _checkpoint(context: VerbContext, arguments: verbs.CheckpointArguments, operator: Operator) -> dict[str, str]:
     async with coordinator_call(context, verbs.CKPT.ask_s) as coordinator:
-        return {"folder": await coordinator.checkpoint_now(operator, arguments.reason, arguments.export)}
+        return {"folder": await coordinator.checkpoint_now(arguments.export)}
 
 
 async def _evaluate(context: VerbContext, arguments: verbs.EvalArguments, operator: Operator) -> dict[str, float]:
     async with coordinator_call(context, verbs.EVAL.ask_s) as coordinator:
-        result = await coordinator.evaluate_now(operator, arguments.reason, arguments.name)
+        result = await coordinator.evaluate_now(arguments.name)
     return {"eval_reward": result.mean_reward, **result.metrics}
 
 

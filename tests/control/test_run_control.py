@@ -22,7 +22,7 @@ from myxa.core.clock import SystemClock
 from myxa.core.config import RunConfig
 from myxa.core.errors import CallError, DeadlineExceeded, LedgerError, MyxaError, NoSuchActor, TrainError
 from myxa.core.knobs import ChangeRequest, KnobSheet, KnobState, Operator
-from myxa.core.messages import BufferStats, EvalResult
+from myxa.core.messages import BufferStats
 
 WHO = Operator(user="ada", via="test")
 STANDS_AT = 7
@@ -86,7 +86,7 @@ class Place:
             context, own=anything, engines=(), on_broken=anything, on_decided=lambda: self.control.look()
         )
         self.conductor.decisions.replay(read_audit(self.audit_path))
-        self.control = RunControl(context, self.conductor, self._evaluate)
+        self.control = RunControl(context, self.conductor)
         self.control.look()
         self.conductor.begin()
 
@@ -107,9 +107,6 @@ class Place:
 
     def event(self, kind: str, text: str, **data: object) -> None:
         self.told.append(kind)
-
-    async def _evaluate(self, name: str) -> EvalResult:
-        return EvalResult(mean_reward=0.5, num_samples=1, oldest_version=0, newest_version=0)
 
     async def settled(self) -> None:
         while left := {task for task in self.tasks if not task.done()}:
@@ -233,25 +230,17 @@ async def test_a_pause_ends_by_itself_and_can_be_taken_back(tmp_path: Path) -> N
 
 async def test_a_checkpoint_that_the_run_file_rules_out_is_refused_and_an_export_is_not(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    assert await place.control.checkpoint(WHO, "", export=False) == "checkpoint"
+    assert await place.control.checkpoint(export=False) == "checkpoint"
     plain: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "d"}}
     offloads = {"trainer": {"dtype": "bfloat16"}, "roles": {"trainer": {"kind": "megatron"}}}
     for more, refused in ((offloads, False), (offloads | {"megatron": {"offload_optimizer": 0.5}}, True)):
         place = Place(tmp_path, file=RunConfig.model_validate(plain | more))
-        assert await place.control.checkpoint(WHO, "", export=True) == "export"
+        assert await place.control.checkpoint(export=True) == "export"
         if refused:
             with pytest.raises(TrainError, match="no checkpoint can be written: megatron.offload_optimizer: "):
-                await place.control.checkpoint(WHO, "", export=False)
-            assert place.audit[-1] == ("ckpt", "failed")
+                await place.control.checkpoint(export=False)
         else:
-            assert await place.control.checkpoint(WHO, "", export=False) == "checkpoint"
-
-
-async def test_what_was_done_and_cannot_be_recorded_is_said_to_be_done(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    (tmp_path / "audit.jsonl").write_text("no record\n")
-    with pytest.raises(LedgerError, match=r"eval was done \(held-out reward 0\.5\), but could not be recorded"):
-        await place.control.evaluate(WHO, "", "")
+            assert await place.control.checkpoint(export=False) == "checkpoint"
 
 
 async def test_steps_are_counted_from_where_the_run_is(tmp_path: Path) -> None:
