@@ -42,7 +42,7 @@ from .run_dir import RunDir
 from .run_lineage.origin import RunOrigin
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
-from .screen import Screen
+from .screen import Screen, ShownWarnings
 from .stop_signals import stop_signals
 from .supervisor.membership import Membership
 from .supervisor.placement import place as place_actors
@@ -243,7 +243,7 @@ def _logging(run_dir: RunDir, node: int, screen: Screen) -> Generator[None]:
     logger = logging.getLogger("myxa")
     file = logging.FileHandler(run_dir.logs / f"launcher.{node}.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    shown = screen.handler()
+    shown = ShownWarnings(screen.say)
     before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False

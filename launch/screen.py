@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,6 @@ class Screen:
             else:
                 self._view.say(line)
 
-    def handler(self) -> logging.Handler:
-        return _Shown(self)
-
     def finish(self, ending: RunEnd) -> None:
         """Write the report, print how the run ended; the cause of a failure comes last."""
         self._tell_news()
@@ -155,12 +152,12 @@ class _News:
         return f"{kind}: {text}"
 
 
-class _Shown(logging.Handler):
-    """Hands warnings to the screen."""
+class ShownWarnings(logging.Handler):
+    """Hands them to `say`."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, say: Callable[[str], object]) -> None:
         super().__init__(level=logging.WARNING)
-        self._screen = screen
+        self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._screen.say(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._say(f"{record.levelname.lower()}: {record.getMessage()}")

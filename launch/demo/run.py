@@ -69,10 +69,6 @@ def write_rows(path: Path, num: int, seed: int, *, exclude: frozenset[str] = fro
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def prompts(path: Path) -> frozenset[str]:
-    return frozenset(orjson.loads(line)["prompt"] for line in path.read_bytes().splitlines())
-
-
 PRESET = "0p5m"
 NUM_DEMONSTRATIONS = 12_800
 NUM_PROMPTS = 20_000
@@ -86,7 +82,7 @@ def prepare(folder: Path, seed: int) -> None:
     make_tiny_model(folder / "model", preset=PRESET, seed=seed)
     data = folder / "data"
     write_rows(data / "heldout.jsonl", NUM_HELDOUT, seed=seed + 1)
-    unseen = prompts(data / "heldout.jsonl")
+    unseen = frozenset(orjson.loads(line)["prompt"] for line in (data / "heldout.jsonl").read_bytes().splitlines())
     write_rows(data / "demonstrations.jsonl", NUM_DEMONSTRATIONS, seed=seed + 2, exclude=unseen)
     write_rows(data / "prompts.jsonl", NUM_PROMPTS, seed=seed + 3, exclude=unseen)
     for name in ("sft.toml", "rl.toml"):

@@ -234,24 +234,20 @@ def find_late_rendezvous(location: str, job_key: Path | None) -> tuple[NodePlace
     if path.is_file():
         return NodePlace(-1, 0, None), path, job_key
     if path.is_dir():
-        location, key = _run_address(RunDir(path.resolve()))
-        job_key = job_key or key
+        run_dir = RunDir(path.resolve())
+        if not run_dir.rdzv.exists():
+            raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")
+        record = Rendezvous.load(run_dir.rdzv)
+        location, key = record.endpoints.tcp[0], record.key_file
+        if not any(record.endpoints.tcp):
+            raise LaunchError(
+                f"the run in {run_dir.path} was started for one machine: no other can reach it",
+                remedy="start it with `myxa launch --nnodes 1:MAX --rdzv HOST:PORT` to admit other nodes",
+            )
+        job_key = job_key or (Path(key) if key else None)
     elif "/" in location.removeprefix("tcp://"):
         raise ConfigError(f"--join: there is no {location}", remedy="name the directory of a live run, or HOST:PORT")
     endpoint = parse_endpoint(location, where="--join")
     if endpoint.port == 0:
         raise ConfigError(f"--join: {endpoint} has port 0", remedy="give the port that node 0 listens on")
     return NodePlace(-1, 0, endpoint), None, job_key
-
-
-def _run_address(run_dir: RunDir) -> tuple[str, Path | None]:
-    """Node 0's address and the job's key."""
-    if not run_dir.rdzv.exists():
-        raise LaunchError(f"no live run in {run_dir.path}", remedy="name the directory of a live run")
-    record = Rendezvous.load(run_dir.rdzv)
-    if not any(record.endpoints.tcp):
-        raise LaunchError(
-            f"the run in {run_dir.path} was started for one machine: no other can reach it",
-            remedy="start it with `myxa launch --nnodes 1:MAX --rdzv HOST:PORT` to admit other nodes",
-        )
-    return record.endpoints.tcp[0], Path(record.key_file) if record.key_file else None

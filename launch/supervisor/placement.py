@@ -196,12 +196,6 @@ class RunActors(dict[str, RunActor]):
     def on_node(self, node: int) -> list[str]:
         return [name for name, member in self.items() if member.spec.node == node]
 
-    def by_node(self, names: Sequence[str]) -> list[tuple[int, tuple[str, ...]]]:
-        """Those of these names that are still in the run, by node."""
-        place = {name: self[name].spec.node for name in names if name in self}
-        nodes = sorted(set(place.values()))
-        return [(node, tuple(name for name in place if place[name] == node)) for node in nodes]
-
 
 WHY_FIXED: dict[str, str] = {
     "trainer": "its ranks form one gang, whose size is part of how parameters and optimizer are divided",

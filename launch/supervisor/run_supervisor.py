@@ -222,7 +222,8 @@ class RunSupervisor(SupervisorContract):
         specs = [spec for spec in self.actors.specs if self._rules.state(spec.name) not in OVER]
         leaving = tuple(spec for spec in self.actors.specs if self._rules.is_retiring(spec.name))
         staying = tuple(spec for spec in specs if spec not in leaving)
-        return Present(staying, self.nodes, leaving, self.foreign_names, self.membership.late)
+        foreign_names = {*self.ctx.peers("rollout/")} - self.actors.keys()
+        return Present(staying, self.nodes, leaving, foreign_names, self.membership.late)
 
     async def leave_node(self, node: int, reason: str) -> None:
         """A node's actors hand their work back and end, then it leaves. Raises ConfigError if one cannot: none does."""
@@ -242,10 +243,6 @@ class RunSupervisor(SupervisorContract):
     @property
     def nodes(self) -> tuple[int, ...]:
         return self.membership.nodes
-
-    @property
-    def foreign_names(self) -> frozenset[str]:
-        return frozenset({*self.ctx.peers("rollout/")} - self.actors.keys())
 
     def agent(self, node: int) -> AgentContract:
         return self.ctx.ref(AgentContract, agent_name(node))
@@ -460,8 +457,13 @@ class RunSupervisor(SupervisorContract):
 
     async def _end_all(self, names: Sequence[str], grace_s: float = 0.0, *, is_hung: bool = False) -> None:
         """At the same time. `is_hung`: they do not react; their stacks go to their logs first."""
-        parts = self.actors.by_node(names)
-        await asyncio.gather(*(self._end_on(node, node_names, grace_s, is_hung=is_hung) for node, node_names in parts))
+        by_node: dict[int, list[str]] = {}
+        for name in names:
+            if name in self.actors:  # it may have left
+                by_node.setdefault(self.actors[name].spec.node, []).append(name)
+        await asyncio.gather(
+            *(self._end_on(node, tuple(its), grace_s, is_hung=is_hung) for node, its in by_node.items())
+        )
 
     async def _end_on(self, node: int, names: tuple[str, ...], grace_s: float, *, is_hung: bool = False) -> None:
         agent = with_deadline(self.agent(node), grace_s + ANSWER_S)
