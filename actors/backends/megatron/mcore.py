@@ -6,8 +6,6 @@ again. The places where versions 0.16 to 0.19 differ or fail without Transformer
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....core.errors import ConfigError, TrainError
+from ....core.errors import TrainError
 
 Group = dist.ProcessGroup
 
@@ -33,19 +31,9 @@ def module(name: str) -> Any:
         ) from err
 
 
-@contextmanager
-def refusals_named(
-    remedy: str,
-    cause: str = "megatron-core refuses the configuration",
-    kinds: tuple[type[Exception], ...] = (ValueError, AssertionError, TypeError, ImportError),
-) -> Generator[None]:
-    """megatron-core checks its settings by assertions and other errors, some only while it builds. Raises ConfigError
-    in their place."""
-    try:
-        yield
-    except kinds as err:
-        raise ConfigError(f"{cause}: {err or type(err).__name__}", remedy=remedy) from err
-
+REFUSALS = (ValueError, AssertionError, TypeError, ImportError)
+"""megatron-core checks its settings by these, some only while it builds."""
+REFUSED = "megatron-core refuses the configuration"
 
 parallel_state = module("parallel_state")
 moe_utils = module("transformer.moe.moe_utils")

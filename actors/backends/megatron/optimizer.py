@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ....core.config import OptimizerConfig
 from ....core.config.learning import MegatronSettings
+from ....core.errors import ConfigError, raised_as
 from . import mcore
 
 
@@ -73,12 +74,7 @@ def wrap_chunks(chunks: Sequence[nn.Module], settings: MegatronSettings) -> list
     return wrapped
 
 
-MUON = (
-    "install megatron-core 0.19 and emerging-optimizers 0.3 in the trainer's environment (Python 3.12)",
-    'optimizer.name = "muon"',
-    (Exception,),
-)
-"""Remedy, cause and kinds of the errors that Megatron raises when it has no Muon: 0.16 raises Exception itself."""
+MUON = "install megatron-core 0.19 and emerging-optimizers 0.3 in the trainer's environment (Python 3.12)"
 
 
 class MegatronOptimizer:
@@ -115,7 +111,10 @@ class MegatronOptimizer:
             **(_offload(settings, device) if settings.offload_optimizer else {}),
             **settings.optimizer,
         }
-        with mcore.refusals_named(*MUON) if is_muon else mcore.refusals_named("mend [megatron.optimizer]"):
+        what, causes, remedy = mcore.REFUSED, mcore.REFUSALS, "mend [megatron.optimizer]"
+        if is_muon:  # where there is none, 0.16 raises Exception itself
+            what, causes, remedy = 'optimizer.name = "muon"', (Exception,), MUON
+        with raised_as(ConfigError, what, *causes, remedy=remedy):
             options = mcore.module("optimizer").OptimizerConfig(**fields)
             self.megatron = mcore.module("optimizer").get_megatron_optimizer(
                 config=options, model_chunks=self.chunks, use_gloo_process_groups=False

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....core.config.learning import MegatronSettings
+from ....core.errors import ConfigError, raised_as
 from ...models.model_config import ModelConfig
 from ..torch_backend.tensors import integers, pieces
 from ..vocab_scores import fused
@@ -68,7 +69,7 @@ def transformer_config(
     if config.num_experts:
         options |= _expert_fields(config)
     options |= overrides
-    with mcore.refusals_named(REMEDY):
+    with raised_as(ConfigError, mcore.REFUSED, *mcore.REFUSALS, remedy=REMEDY):
         return settings_type(**options)
 
 
@@ -85,7 +86,7 @@ def build_model_chunks(
     chunks: list[nn.Module] = []
     for number in range(layout.vpp):
         stage = number if layout.vpp > 1 else None
-        with mcore.refusals_named(REMEDY):
+        with raised_as(ConfigError, mcore.REFUSED, *mcore.REFUSALS, remedy=REMEDY):
             chunk = _chunk(config, layout, settings, stage).to(mcore.default_device())
         if precision != torch.float32:
             chunk = mcore.module("transformer.module").Float16Module(settings, chunk)

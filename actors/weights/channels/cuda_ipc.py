@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,14 @@ def _write(value: object) -> bytes:
     return writer(value)
 
 
+def _all(values: Iterable[object]) -> bytes:
+    return b"".join(map(_write, values))
+
+
+def _sized(raw: bytes) -> bytes:
+    return struct.pack("<I", len(raw)) + raw
+
+
 def _int(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
@@ -76,46 +85,17 @@ def _int(value: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
-def _str(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + struct.pack("<I", len(raw)) + raw
-
-
-def _bytes(value: bytes) -> bytes:
-    return b"B" + struct.pack("<I", len(value)) + value
-
-
-def _tuple(value: Sequence[object]) -> bytes:
-    return b"(" + b"".join(map(_write, value)) + b"t"
-
-
-def _list(value: Sequence[object]) -> bytes:
-    return b"](" + b"".join(map(_write, value)) + b"e"
-
-
-def _dict(value: Mapping[str, object]) -> bytes:
-    return b"}(" + b"".join(_write(k) + _write(v) for k, v in value.items()) + b"u"
-
-
-def _name(value: Name) -> bytes:
-    return b"c" + value.module.encode("ascii") + b"\n" + value.attribute.encode("ascii") + b"\n"
-
-
-def _made(value: Made) -> bytes:
-    return _name(value.by) + _tuple(value.arguments) + b"R"
-
-
 _WRITERS: Mapping[type, Callable[[Any], bytes]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
     int: _int,
-    str: _str,
-    bytes: _bytes,
-    tuple: _tuple,
-    list: _list,
-    dict: _dict,
-    Name: _name,
-    Made: _made,
+    str: lambda value: b"X" + _sized(value.encode()),
+    bytes: lambda value: b"B" + _sized(value),
+    tuple: lambda value: b"(" + _all(value) + b"t",
+    list: lambda value: b"](" + _all(value) + b"e",
+    dict: lambda value: b"}(" + _all(chain.from_iterable(value.items())) + b"u",
+    Name: lambda value: f"c{value.module}\n{value.attribute}\n".encode("ascii"),
+    Made: lambda value: _write(value.by) + _write(value.arguments) + b"R",
     WrittenPart: lambda value: value.stream,
 }
 
