@@ -40,12 +40,12 @@ def trim_torch_cache(ordinal: int) -> None:
 
 
 def taken_bytes(device: str) -> int:
-    """Bytes of the current GPU that torch has outside of pools, its cache included; 0 on a stand-in ("host:<n>")."""
+    """Bytes that torch has outside of pools, its cache included, in a process of one GPU; 0 on a stand-in
+    ("host:<n>"). From any thread: it asks no device."""
     if device.startswith("host:"):
         return 0
-    ordinal, common = torch.cuda.current_device(), (0, 0)
     segments = cast("list[dict[str, Any]]", torch.cuda.memory_snapshot())  # pyright: ignore[reportUnknownMemberType]
-    return sum(s["total_size"] for s in segments if (s["device"], s["segment_pool_id"]) == (ordinal, common))
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == (0, 0))
 
 
 def vacate(device: str) -> None:
