@@ -35,15 +35,9 @@ TOKENIZER = "tokenizer.json"
 ADAPTER_CONFIG = "adapter_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
 TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+    TOKENIZER, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 MAX_JSON_BYTES = 64 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 CHUNK = 1 << 20
@@ -106,12 +100,21 @@ def _existing(folder: str | Path) -> Path:
 
 def tensor_specs(root: Path) -> dict[str, TensorSpec]:
     """Of every weight, from the headers of the folder's files."""
-    specs: dict[str, TensorSpec] = {}
+    with _opened(root) as tensors:
+        return {name: tensor.spec for name, tensor in tensors.items()}
+
+
+@contextmanager
+def _opened(root: Path) -> Generator[dict[str, NamedArray], None, None]:
+    """All tensors of the folder's files. Raises ModelError for a name that comes twice."""
     with ExitStack() as stack:
+        tensors: dict[str, NamedArray] = {}
         for name in weight_files(root):
-            tensors = stack.enter_context(open_safetensors(root / name))
-            specs |= {key: tensor.spec for key, tensor in tensors.items()}
-    return specs
+            for key, tensor in stack.enter_context(open_safetensors(root / name)).items():
+                if key in tensors:
+                    raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
+                tensors[key] = tensor
+        yield tensors
 
 
 def find_tokenizer(folder: str | Path) -> Path:
@@ -144,16 +147,9 @@ def open_weights(
 ) -> Generator[Mapping[str, NamedArray], None, None]:
     """All weights by HuggingFace name, as views of the mapped files, valid inside the block; FP8 is read as bfloat16,
     unless `as_stored`. Raises ModelError for a missing file, name or a wrong shape."""
-    root = Path(folder)
-    with ExitStack() as stack:
-        tensors: dict[str, NamedArray] = {}
-        for name in weight_files(root):
-            for key, tensor in stack.enter_context(open_safetensors(root / name)).items():
-                if key in tensors:
-                    raise ModelError(f"{root / name}: tensor {key} is in another shard too", remedy="export it again")
-                tensors[key] = tensor
-        _take_apart(config, tensors, str(root))
-        check_tensors(config, tensors, str(root))
+    with _opened(Path(folder)) as tensors:
+        _take_apart(config, tensors, str(folder))
+        check_tensors(config, tensors, str(folder))
         yield Dequantised(tensors, config.fp8) if config.fp8 and not as_stored else tensors
 
 

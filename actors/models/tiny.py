@@ -82,34 +82,18 @@ def tiny_config(preset: str, vocab_size: int = 320, context_length: int = 2048) 
             remedy=f"use at least {MIN_VOCAB_SIZE}; a multiple of 64 suits every trainer",
         )
     source: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "max_position_embeddings": context_length,
-        "rms_norm_eps": 1e-6,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": vocab_size,
+        "hidden_size": sizes.hidden_size, "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers, "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim,
+        "max_position_embeddings": context_length, "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,  # twice: transformers 5 reads one place, all others the other
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": sizes.num_layers,
-        "bos_token_id": None,
-        "eos_token_id": END_ID,
-        "pad_token_id": PAD_ID,
-        "dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "tie_word_embeddings": True,
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+        "use_cache": True, "use_sliding_window": False, "sliding_window": None, "max_window_layers": sizes.num_layers,
+        "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID, "dtype": "float32",
         "torch_dtype": "float32",
-    }
+    }  # fmt: skip
     return parse_model_config(source, f"tiny model {preset}")
 
 
