@@ -45,7 +45,7 @@ async def main(folder):
     near = await Node.attach(name="near", rdzv=host.rendezvous)
     await known.start(Depot(folder / "known"), "known-depot")
     await fresh.start(Depot(folder / "fresh"), "fresh-depot")
-    await near.wait_for("known-depot", "fresh-depot", timeout_s=5)
+    await near.wait_for("known-depot", "fresh-depot", timeout_s=20)
     friend = with_deadline(near.ref(DepotContract, "known-depot"), 5)
     stranger = with_deadline(near.ref(DepotContract, "fresh-depot"), 1.0)
     await friend.whoami()

@@ -223,7 +223,7 @@ async def test_what_was_queued_for_a_dead_process_never_reaches_its_next_incarna
         await reborn.start(Depot(tmp_path / "second"), "depot")
         ends = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, CallError) for end in ends)
-        await near.wait_for("depot", timeout_s=5)
+        await near.wait_for("depot", timeout_s=20)
         assert await with_deadline(depot, 10).work("new", 0.0) == "new"
         assert (tmp_path / "second").read_text() == "call new\n"
         await reborn.close(grace_s=0.0)

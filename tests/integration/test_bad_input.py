@@ -49,7 +49,7 @@ from myxa.launch.first_failure import FirstFailure
 from myxa.launch.views.live import LiveView
 from myxa.launch.views.run_view import RunView
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 BEFORE, DURING = "Before anything is started", "While actors work"
 

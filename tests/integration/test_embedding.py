@@ -38,7 +38,7 @@ from myxa.launch.control.client import ControlClient
 from myxa.launch.embed import EmbeddedRollout, rollout_in
 from myxa.launch.run_dir import RunDir
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "examples/embed_in_fastapi/README.md"
@@ -196,7 +196,7 @@ async def test_programs_that_join_at_once_get_names_of_their_own_and_a_cancelled
             await asyncio.sleep(60)
 
     hosts = [asyncio.get_running_loop().create_task(host()) for _ in range(2)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(55):
         while len(inside) < 2:
             assert not any(task.done() for task in hosts), hosts
             await asyncio.sleep(0.01)

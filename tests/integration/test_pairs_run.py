@@ -26,7 +26,7 @@ from myxa.core.config import load_config
 from myxa.core.errors import DataError, MyxaError
 from myxa.core.samples import Message
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES, EXAMPLE = EXAMPLES / "pairs", EXAMPLES / "reward_model"
 
@@ -59,7 +59,7 @@ def num_steps(folder: Path) -> int:
 def test_the_recipe_learns_and_trains_each_pair_once_a_pass(tmp_path: Path) -> None:
     file = recipe(tmp_path)
     sets = ("data.max_passes=6", 'eval.data="pairs.jsonl"', "eval.every=4")
-    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=100)
+    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nloss: 0.693 -> " in done.stdout and "\nheld-out reward: " in done.stdout
     (run_dir,) = (tmp_path / "runs").glob("dpo-*")
@@ -89,7 +89,7 @@ def killed_twice(folder: Path, file: Path, *more: str) -> Path:
         for name, after in (("trainer/0", 5), ("rollout/0", 12)):
             wait_until(lambda after=after: num_steps(folder) > after, f"step {after}")
             os.kill(worker_pids(process.pid, name)[0], signal.SIGKILL)
-        said, _ = process.communicate(timeout=90)
+        said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
     (run_dir,) = (folder / "runs").glob("*-*")
     return run_dir
@@ -102,7 +102,6 @@ def example(folder: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_run_learns_what_the_reward_model_likes(tmp_path: Path) -> None:
     """The example's commands."""
     example(tmp_path)
@@ -174,7 +173,7 @@ def test_a_pair_of_which_one_answer_is_too_long_is_left_out_whole(tmp_path: Path
     rows += [{"prompt": f"{k} =", "chosen": f"{k}", "rejected": "no"} for k in range(8)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ("run.num_steps=2", "data.shuffle=false", "data.max_passes=1")
-    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=60)
+    done = run("up", str(file), *(part for one in sets for part in ("--set", one)), folder=tmp_path, timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").glob("dpo-*")
     with contextlib.closing(sqlite3.connect(run_dir / "ledger.sqlite")) as ledger:

@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 
 import psutil
+import pytest
 from tests.harness.commands import Command
 from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.ledger_audit import audit_ledger
@@ -13,6 +14,8 @@ from tests.harness.run_job import Job, events
 from tests.harness.waiting import wait_until
 
 from myxa.actors.checkpoints.folder import list_checkpoints
+
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_run_all_of_whose_processes_get_sigterm_ends_well_and_can_be_resumed(job: Job) -> None:
@@ -29,7 +32,7 @@ def test_a_run_all_of_whose_processes_get_sigterm_ends_well_and_can_be_resumed(j
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
     finally:
-        text, _ = run.communicate(timeout=60)
+        text, _ = run.communicate(timeout=120)
     assert run.returncode == 0, text
     assert not [line for line in text.splitlines() if line.startswith("warning: ") and "checkpoint_every" not in line]
     assert {event["text"].partition(": ")[2] for event in events(run_dir, "engine-gone")} == {"it was closed"}
@@ -37,6 +40,6 @@ def test_a_run_all_of_whose_processes_get_sigterm_ends_well_and_can_be_resumed(j
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()
     more = ("resume", str(run_dir), "--set", f"run.num_steps={checkpoint.version + 1}")
     again = Command(list(more), job.folder, env=stand_in_environment())
-    text, _ = again.communicate(timeout=60)
+    text, _ = again.communicate(timeout=120)
     assert again.returncode == 0, text
     assert audit_ledger(run_dir / "ledger.sqlite").problems == ()

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from tests.harness.commands import Command
 from tests.harness.fake_sglang import stand_in_environment
 from tests.harness.ledger_audit import audit_ledger
 from tests.harness.run_job import Job, events, metrics
 from tests.harness.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
 
 LAUNCHES = ('roles.rollout.kind="sglang"', "sglang.stream_interval=4", "async.max_staleness=0")
 
@@ -78,7 +81,7 @@ def test_launched_servers_are_replaced_and_never_serve_what_they_do_not_have(job
         wait_until(lambda: steps_done(run_dir) > at_loss + 2, "the run goes on")
     finally:
         run.send_signal(signal.SIGINT)
-        text, _ = run.communicate(timeout=60)
+        text, _ = run.communicate(timeout=120)
     logs = run_dir / "logs"
     for name, victim in victims.items():
         log = (logs / f"{name.replace('/', '.')}.0.log").read_text()

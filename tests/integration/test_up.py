@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -28,9 +29,7 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
     ) as process:
         wait_until(lambda: _steps(job) >= 4, "the fourth step")
         pids = [p.pid for p in process.below()]
-        sockets = [
-            c.laddr for p in pids for c in psutil.Process(p).net_connections("unix") if str(c.laddr).startswith("/")
-        ]
+        sockets = [path for p in process.below() for path in _sockets(p)]
         for _ in range(2):  # as kernel and shell do when a terminal is closed: no wish to end at once
             process.send_signal(signal.SIGHUP)
         said, _ = process.communicate(timeout=60)
@@ -38,7 +37,7 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
     assert process.returncode == 129, said
     assert said.count("warning: rollout.top_p = 0.99: tokens are drawn from a part of the distribution") == 1
     assert not is_alive(pids)
-    assert not [s for s in sockets if os.path.exists(str(s))]
+    assert not [s for s in sockets if os.path.exists(s)]
     assert own_segments() <= segments
     assert {p["step"] for p in metrics(first) if "checkpoint/async_s" in p["values"]} >= {2}, "beside training"
     last = int(max((first / "checkpoints").iterdir()).name.removeprefix("version_"))
@@ -47,6 +46,13 @@ def test_a_closed_terminal_ends_the_run_which_leaves_nothing_but_a_checkpoint_to
     assert info.is_complete, info.problem
     trained = audit(first).trained
     assert len(trained) == len(set(trained)) == last * 4
+
+
+def _sockets(process: psutil.Process) -> list[str]:
+    """Files of its sockets; nothing, where it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return [str(one.laddr) for one in process.net_connections("unix") if str(one.laddr).startswith("/")]
+    return []
 
 
 def _steps(job: Job) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,13 +99,14 @@ def check_keys(node0, node1, folder: Path) -> None:
     public, secret = (folder / "job.key").read_text().split()
     specs: dict[str, dict[str, object]] = {}
     for process in [*node0.children(), *node1.children()]:
-        path = spec_of(process)
-        if path is not None and path.exists():
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-            spec = json.loads(path.read_text())
-            specs[spec["actor"]["name"]] = spec
-        assert secret not in " ".join([*process.environ().values(), *process.cmdline()])
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was forked too late, and ends
+            assert secret not in " ".join([*process.environ().values(), *process.cmdline()])
+            path = spec_of(process)
+            if path is not None and path.exists():
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+                spec = json.loads(path.read_text())
+                specs[spec["actor"]["name"]] = spec
     assert {"trainer/0", "trainer/1", "rollout/0", "rollout/1", "coordinator"} <= set(specs)
     keys = [str(spec["key"]) for spec in specs.values()]
     assert len({key.split()[0] for key in keys}) == len(keys), "no two processes share a key"
@@ -148,8 +150,6 @@ def test_nodes_that_do_not_meet_are_told_where_and_why(tmp_path: Path, run, rank
         port = probe.getsockname()[1]
         if is_taken:
             probe.listen()
-        else:
-            probe.close()
         place = ["--nnodes", "3", "--node-rank", str(rank), "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", "2"]
         with run(tmp_path, "launch", *place, "--job-key", str(tmp_path / "job.key")) as one:
             assert one.ended() == 3, one.evidence()

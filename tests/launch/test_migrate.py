@@ -330,10 +330,10 @@ def test_what_is_no_regular_file_is_refused(kind: str, tmp_path: Path) -> None:
 )
 def test_hostile_scripts_end_soon(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(text + "python train.py --lr $A")
-    begin = time.monotonic()
+    begin = time.process_time()
     with contextlib.suppress(ConfigError):
         assert len(migrate("slime", tmp_path / "run.sh").text()) < 10_000
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize(

@@ -120,11 +120,11 @@ async def test_an_agent_that_stands_still_is_named_in_the_refusal(site: Site) ->
     started = time.monotonic()
     try:
         looked = await site.view()
-        assert time.monotonic() - started < 2.0 and looked.devices == before.devices, "as it was measured last"
+        assert time.monotonic() - started < 4.0 and looked.devices == before.devices, "as it was measured last"
         refused = await site.lease("rollout", "trainer", deadline_s=5.0)
     finally:
         os.kill(site.children[AGENT].pid, signal.SIGCONT)
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 15.0
     assert not refused.granted
     assert THERE in refused.reason
     assert AGENT in refused.reason

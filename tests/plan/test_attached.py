@@ -94,13 +94,24 @@ def server(script: dict[str, bytes] | bytes | None) -> Iterator[str]:
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield url_of(listening)
     finally:
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
         thread.join(5)
         for link in kept:
             link.close()
+
+
+def bound() -> socket.socket:
+    """A place that refuses connections until it listens, and that no other process gets meanwhile."""
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+    return place
+
+
+def url_of(place: socket.socket) -> str:
+    return f"http://127.0.0.1:{place.getsockname()[1]}"
 
 
 def config(*urls: str, model: str) -> RunConfig:
@@ -190,10 +201,9 @@ def test_a_server_that_tells_no_experts_is_refused_where_they_are_replayed(says:
 
 
 def test_d06_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     for wait_s in (0.0, 0.5):
-        ((text, is_warning),) = told(url, wait_s)
+        with bound() as place:
+            ((text, is_warning),) = told(url_of(place), wait_s)
         assert "GET /model_info: " in text
         assert "Cannot connect to host" in text
         assert text.endswith(" -- start the server, or mend engine.attach")
@@ -201,31 +211,27 @@ def test_d06_nothing_there_is_a_warning_of_the_plan_and_ends_a_start() -> None:
 
 
 def test_a_server_that_comes_within_the_wait_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     script = routes(model_info=answer(200, MODEL), server_info=answer(200, FACTS))
-    late: list[socket.socket] = []
 
     def come() -> None:
-        listening = socket.create_server(("127.0.0.1", port))
-        late.append(listening)
+        place.listen()
         while True:
             try:
-                link, _ = listening.accept()
+                link, _ = place.accept()
             except OSError:
                 return
             with link:
                 link.sendall(script.get(link.recv(65536).decode().split(" ")[1], b""))
 
-    timer = threading.Timer(0.6, come)
-    timer.daemon = True
-    timer.start()
-    try:
-        assert told(f"http://127.0.0.1:{port}", wait_s=7.0) == []
-    finally:
-        late[0].shutdown(socket.SHUT_RDWR)
-        late[0].close()
-        timer.join(5)
+    with bound() as place:
+        timer = threading.Timer(0.6, come)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert told(url_of(place), wait_s=30.0) == []
+        finally:
+            place.shutdown(socket.SHUT_RDWR)
+            timer.join(5)
 
 
 def test_https_on_a_port_of_plain_http_is_told() -> None:

@@ -45,7 +45,7 @@ def reached(phase):
             (HERE / f"strike.{phase}.{who}").rename(HERE / f"done.{phase}.{who}.part")
         except FileNotFoundError:
             continue
-        time.sleep(0.7)  # what was said is reported to the buffer meanwhile
+        time.sleep(1.5 if who == "rollout" else 0.2)  # what was said is reported to the buffer meanwhile
         (HERE / f"done.{phase}.{who}.part").rename(HERE / f"done.{phase}.{who}")
         if who == "agent":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SCENE = Path(__file__).with_name("full_disk.py")
 MOUNT = 'mount -t tmpfs -o size=320m myxa-test "$0" && exec "$@"'
@@ -43,6 +43,6 @@ def test_e08_a_journal_waits_for_a_full_disk_and_a_run_on_one_pauses_and_continu
     (tmp_path / "runs").mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [*way, "sh", "-c", MOUNT, str(tmp_path / "runs"), sys.executable, str(SCENE), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]

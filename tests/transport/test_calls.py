@@ -96,7 +96,7 @@ async def test_deadline_ends_the_call_and_the_handler(world):
 async def test_deadlines_are_inherited_by_nested_calls(world):
     near, far = await world.pair(Echo())
     await far.start(Relay(), "relay")
-    await near.wait_for("relay", timeout_s=5)
+    await near.wait_for("relay", timeout_s=20)
     left_s = await with_deadline(near.ref(Relay, "relay"), 3).through("callee", 0.01)
     assert left_s is not None
     assert 0 < left_s <= 3

@@ -116,7 +116,7 @@ async def test_a_replaced_incarnation_is_fenced_and_without_effect(world, caplog
     with pytest.raises(CallError):  # nobody listens to the zombie
         await with_deadline(old.ref(Echo, "near/echo"), 0.5).ping()
     await new.start(Echo(), "callee")
-    await near.wait_for("callee", timeout_s=5)
+    await near.wait_for("callee", timeout_s=20)
     assert await ref.epoch() == 2
 
 

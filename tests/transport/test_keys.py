@@ -121,7 +121,7 @@ async def test_a_process_whose_key_was_announced_needs_no_job_key_and_has_one_na
     world.nodes.append(node)
     assert key_of(node) == key
     await world.host.start(Echo(), "callee")
-    await node.wait_for("callee", timeout_s=5)
+    await node.wait_for("callee", timeout_s=20)
     assert await node.ref(Echo, "callee").ping() > 0
     with pytest.raises(LaunchError):  # it served to join once
         await Node.attach(name="rollout/0", rdzv=rdzv, key=key, node_rank=6, timeout_s=2)

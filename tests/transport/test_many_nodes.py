@@ -84,8 +84,8 @@ async def test_processes_of_crowds_hear_of_each_other_once_one_asks_for_the_othe
 
     names = ("buffer", "rollout/0", "rollout/1", "trainer/1")
     buffer, first, second, trainer = [await come(name) for name in names]
-    await buffer.wait_for(*names, timeout_s=5)
-    await first.wait_for("buffer", timeout_s=5)
+    await buffer.wait_for(*names, timeout_s=20)
+    await first.wait_for("buffer", timeout_s=20)
     assert not {"rollout/1", "trainer/1"} & set(first.peers(""))
     callee = first.ref(Echo, "trainer/1")
     assert await callee.ping() > 0
@@ -98,7 +98,7 @@ async def test_processes_of_crowds_hear_of_each_other_once_one_asks_for_the_othe
     with pytest.raises(PeerDied, match="SIGKILL"):
         await pending
     await come("trainer/1")
-    await first.wait_for("trainer/1", timeout_s=5)
+    await first.wait_for("trainer/1", timeout_s=20)
     assert await callee.seen() == [], "the next incarnation"
     waiting = asyncio.create_task(second.wait_for("rollout/2", timeout_s=10))
     await asyncio.sleep(0.1)
