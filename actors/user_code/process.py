@@ -75,7 +75,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The worker's loop turns."""
+    """The worker's loop turns, or code that held it was interrupted."""
 
     place: str
     """Where the call waits that waits longest for anything but the actor; empty: none does, or it is unknown."""
@@ -677,8 +677,7 @@ class SharedLoop(ABC, Generic[C]):
             was_late, is_late = self._is_late(3), was_late  # twice: the loop turns first where all stood still
             if self._num_interrupts >= MAX_INTERRUPTS or (is_late and was_late):
                 place = user_place(_above(sys._current_frames().get(self._main)))  # pyright: ignore[reportPrivateUsage]
-                task = asyncio.current_task(self.loop)
-                calls = list(self.calls.items())
+                task, calls = asyncio.current_task(self.loop), list(self.calls.items())
                 self.put(Stuck(place, next((number for number, c in calls if task in (c.task, c.part)), -1)))
                 os._exit(STUCK_EXIT)
             if self._is_late():
@@ -691,7 +690,8 @@ class SharedLoop(ABC, Generic[C]):
         call = CALL.get()
         if call is None or self._sending.locked() or not self._is_late():
             return
-        # The loop runs what is due before it beats again: each call has its own count.
+        # The loop runs what is due before it beats again: each call has its own count, and is no silence of them all.
         self._num_interrupts = self._num_interrupts + 1 if call is self._interrupted else 1
-        self._interrupted, self._beat_s = call, time.monotonic()
-        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {user_place(_above(frame))}")
+        self._interrupted, self._beat_s, place = call, time.monotonic(), user_place(_above(frame))
+        self.put(Waits(place))
+        raise Blocked(f"blocked its process for {self._max_block_s:g} s at {place}")

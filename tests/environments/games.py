@@ -84,13 +84,20 @@ class Count:
 
 
 class Async(Count):
-    """Its steps are coroutines; the row says whether one waits for ever, or holds the loop of all sessions."""
+    """Its steps are coroutines; the row says whether one waits for ever, or holds the loop of all sessions; three
+    hold it in one turn."""
+
+    holders, have_come = list[str](), asyncio.Event()
 
     async def step(self, action: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         mode = self._row["metadata"].get("mode", "")
         if self._row["attempt"] == 0 and mode == "waits":
             await asyncio.Event().wait()
         if self._row["attempt"] == 0 and mode == "holds":
+            self.holders.append(self._row["session_id"])
+            if len(self.holders) == 3:
+                asyncio.get_running_loop().call_soon(self.have_come.set)
+            await self.have_come.wait()
             time.sleep(20)  # noqa: ASYNC251 -- that it does so is the point
         return super().step(action)
 

@@ -150,7 +150,7 @@ PHASES = ("setup", "step", "finalize", "score")
 
 
 def check_second_attempts(made: Bench, group: Group) -> None:
-    assert group.rewards.tolist() == [1.5, 1.5] and group.num_masked == 0
+    assert set(group.rewards.tolist()) == {1.5} and group.num_masked == 0
     attempts = {tuple(line.split()[2:4]) for line in made.lines(f"reset r1.{group.prompt.group_id}.")}
     assert attempts == {("0", "False"), ("1", "True")}
 
@@ -198,17 +198,16 @@ async def test_members_that_hang_are_tried_again_and_torn_down(tmp_path: Path) -
 
 
 async def test_a_coroutine_that_waits_or_holds_the_loop_fails_alone(tmp_path: Path) -> None:
-    async with bench(tmp_path, id=f"{GAMES}:Async", workers=1, silence_s=5.0, step_s=12.0) as made:
-        runs = (made.run(2, number, mode=mode) for number, mode in enumerate(("waits", "holds", "")))
+    async with bench(tmp_path, id=f"{GAMES}:Async", workers=1, silence_s=4.0, step_s=10.0) as made:
+        cases = enumerate((("waits", 2), ("holds", 3), ("", 2)))
+        runs = (made.run(num, number, mode=mode) for number, (mode, num) in cases)
         waits, holds, well = await asyncio.gather(*runs)
         check_second_attempts(made, waits)
         check_second_attempts(made, holds)
-        assert well.rewards.tolist() == [1.5, 1.5] and not made.lines("reset r1.2.0 1")
-        assert {kind for kind, _ in made.told} == {"environment"} and len(made.told) == 4
-        assert sum("did not finish step within 12 s" in words for _, words in made.told) == 2
-        assert (
-            sum(bool(re.search(r"blocked its process for 2.5 s at .*games.py", words)) for _, words in made.told) == 2
-        )
+        assert well.rewards.tolist() == [1.5, 1.5] and not made.lines("reset r1.2.0 1"), made.told
+        assert {kind for kind, _ in made.told} == {"environment"} and len(made.told) == 5
+        assert sum("did not finish step within 10 s" in words for _, words in made.told) == 2
+        assert sum(bool(re.search(r"blocked its process for 2 s at .*games.py", words)) for _, words in made.told) == 3
 
 
 async def test_a_silent_worker_is_killed_and_its_sessions_are_tried_in_another(tmp_path: Path) -> None:
