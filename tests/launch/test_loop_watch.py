@@ -8,13 +8,13 @@ import time
 import pytest
 from tests.harness.waiting import WAIT_S
 
-from myxa.launch import process_actor
-from myxa.launch.process_actor import LoopWatch
+from myxa.launch import worker
+from myxa.launch.worker import LoopWatch
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_actor, "TICK_S", 0.05)
+    monkeypatch.setattr(worker, "TICK_S", 0.05)
 
 
 async def held_up(busy_s: float) -> list[str]:
