@@ -109,14 +109,17 @@ class DecisionsMachine(RuleBasedStateMachine):
         for _ in range(num):
             number = self.version
             site.owner.reach("step", number)
-            for due in self.decisions.due(0, 0.0, number):
-                self._decide(lambda due=due: self.decisions.draft_undo(due.epoch, self.roster, due.names), at=number)
+            self._end_what_is_due(number)
             site.owner.take(self.decisions.news(site.owner.heard))
             site.owner.use_due("step", number)
             self.passed, self.version = number, number + 1
             assert site.values["lr"] == self._meant("lr", number)
             for due in self.decisions.due(self.version, 0.0):
                 self._decide(lambda due=due: self.decisions.draft_undo(due.epoch, self.roster, due.names))
+
+    def _end_what_is_due(self, number: int) -> None:
+        for due in self.decisions.due(0, 0.0, number):
+            self._decide(lambda due=due: self.decisions.draft_undo(due.epoch, self.roster, due.names), at=number)
 
     @rule(name=NAMES, back=st.integers(0, 5))
     def restart(self, name: str, back: int) -> None:
@@ -188,6 +191,7 @@ class DecisionsMachine(RuleBasedStateMachine):
             resumed.add(
                 decided(draft, resumed.epoch + 1, max(knob.at, self.version), version=self.version, verb="restore")
             )
+        self._end_what_is_due(self.version)  # the checkpoint left that out already
         for name, knobs in KNOBS.items():
             for number in range(self.version, self.version + 12):
                 site = Site(name)
