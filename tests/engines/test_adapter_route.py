@@ -74,7 +74,7 @@ async def test_requests_end_with_the_adapter_that_they_began_with_and_nothing_pa
     async with connected(folder=writer.model_folder) as (engine, server):
         await give(engine, writer.publish(3, adapters(3)))
         (third,) = server.adapters
-        old = later(engine, endless("old", 3, max_new_tokens=400))
+        old = later(engine, endless("old", 3, max_new_tokens=900))
         await until(lambda: bool(server.running))
         await engine.prepare_weights(writer.publish(4, adapters(4)))
         assert (await engine.info()).version == 3
@@ -86,6 +86,7 @@ async def test_requests_end_with_the_adapter_that_they_began_with_and_nothing_pa
             await give(engine, writer.publish(version, adapters(version)))
         assert third in server.adapters and not old.done(), "a request still names it"
         assert len(server.adapters) == 3, "nothing names version 4 any more"
+        server.every_s = 0.0
         assert set((await old).versions.tolist()) == {3}
         await give(engine, writer.publish(7, adapters(7)))
         assert len(server.adapters) == 2 and third not in server.adapters

@@ -19,7 +19,7 @@ async def until(condition: Callable[[], object], what: str | Callable[[], str] =
         await asyncio.sleep(0.005)
 
 
-def wait_until(condition: Callable[[], object], what: str | Callable[[], str] = "", timeout_s: float = 90.0) -> None:
+def wait_until(condition: Callable[[], object], what: str | Callable[[], str] = "", timeout_s: float = 120.0) -> None:
     """Poll a condition in this thread. Raises `AssertionError` that names it after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
