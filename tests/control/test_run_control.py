@@ -13,8 +13,8 @@ from tests.harness.waits import waits
 
 from myxa.actors.coordinator import knob_conductor as module
 from myxa.actors.coordinator.audit import read_audit
+from myxa.actors.coordinator.coordinator import RunControl
 from myxa.actors.coordinator.knob_conductor import KnobConductor
-from myxa.actors.coordinator.run_control import RunControl
 from myxa.actors.coordinator.run_state import RunContext, RunState
 from myxa.actors.knobs.owner import PAUSE_AT
 from myxa.core.activity import ActivityMeter
