@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 
 from .. import __version__
 from ..core.errors import ConfigError, DiskRefused, MyxaError
-from .commands import knobs, offline, processes, run_life, runs, views
+from .commands import knobs, offline, processes, run_life, views
 from .commands.parser import Parser, command, flag, mistaken_command, mistaken_flag
 
 BASH = """\
@@ -81,9 +81,9 @@ def script(parser: Parser, shell: str) -> str:
 COMMANDS = (
     run_life.UP, run_life.on_several, run_life.demo, run_life.init,
     offline.plan, offline.schema, offline.doctor, offline.convert, offline.render, offline.migrate, offline.engine,
-    runs.ls, runs.compare, views.PS, views.top, views.DASHBOARD, views.WHY,
+    views.ls, views.compare, views.PS, views.top, views.DASHBOARD, views.WHY,
     *knobs.COMMANDS, *run_life.COMMANDS, *processes.COMMANDS,
-    runs.dump, runs.samples, views.MEM, views.report, processes.gateway, processes.where, completion,
+    views.dump, views.samples, views.MEM, views.report, processes.gateway, processes.where, completion,
 )  # fmt: skip
 """In the order in which `myxa --help` lists them."""
 
