@@ -27,13 +27,12 @@ from myxa.launch.contracts import (
     SupervisorContract,
     agent_name,
 )
+from myxa.launch.launcher import TWICE_S, _lend
 from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.agent import Agent, KeyFor
 from myxa.launch.nodes.child import Child, start_child
-from myxa.launch.nodes.follower import _lend
 from myxa.launch.nodes.launch_options import LaunchOptions
 from myxa.launch.run_dir import RunDir
-from myxa.launch.stop_signals import TWICE_S
 from myxa.transport.node import Node
 
 

@@ -21,7 +21,7 @@ from tests.launch.conftest import launched
 
 from myxa.core.errors import ConfigError
 from myxa.launch.control.client import ControlClient
-from myxa.launch.stop_signals import TWICE_S
+from myxa.launch.launcher import TWICE_S
 
 FIRST = ("monitor", "buffer", "coordinator", "trainer/0", "rollout/0", "rollout/1")
 TWO = ("--set", "roles.rollout.count=2")

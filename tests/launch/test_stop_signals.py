@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 
-from myxa.launch.stop_signals import TWICE_S, stop_signals
+from myxa.launch.launcher import TWICE_S, stop_signals
 
 
 async def forced_by(*signals: tuple[float, signal.Signals]) -> tuple[list[str], int]:
