@@ -337,21 +337,19 @@ class Lead:
         self.screen.tell(self._failures.first)
 
     async def _until_over(self) -> RunEnd:
-        deadline: float | None = None
-        is_heard = False
+        deadline, is_heard = 0.0, False
         while True:
             state = await self._look()
             if (ending := self._judge(state)) is not None:
                 return await self._settle(ending)
-            wish = self._wish()
-            if wish is not None and deadline is None:
-                deadline = self._now() + self.timeouts.finish_s
-            if wish is not None and not is_heard:  # a coordinator that is being restarted gets the next request
-                is_heard = await self.watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self.timeouts.finish_s))
-            if wish is not None and deadline is not None and self._now() > deadline:
-                waited = f"the run had no orderly end within {self.timeouts.finish_s:g} s"
-                why = waited if is_heard else "the coordinator did not answer"
-                return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
+            if (wish := self._wish()) is not None:
+                deadline = deadline or self._now() + self.timeouts.finish_s
+                if not is_heard:  # a coordinator that is being restarted gets the next request
+                    is_heard = await self.watch.ask_to_stop(wish.reason, min(ASK_TO_STOP_S, self.timeouts.finish_s))
+                if self._now() > deadline:
+                    waited = f"the run had no orderly end within {self.timeouts.finish_s:g} s"
+                    why = waited if is_heard else "the coordinator did not answer"
+                    return RunEnd(wish.exit_code(is_orderly=False), f"{wish.reason}; {why}")
             await asyncio.wait({self.supervisor.failed}, timeout=LOOK_EVERY_S)
 
     async def _look(self) -> RunView:

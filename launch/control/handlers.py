@@ -195,8 +195,6 @@ def _origins(folder: Path, table: KnobTable) -> dict[str, str]:
 
 
 async def _set(context: VerbContext, request: ChangeRequest, operator: Operator) -> ChangeReply:
-    if request.for_steps and request.for_s:
-        raise ConfigError("the change is to last for steps and for seconds", remedy="say one of them")
     async with coordinator_call(context, verbs.SET.ask_s) as coordinator:
         reply = await coordinator.change_knobs(request)
     if reply.refused:

@@ -16,7 +16,7 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -115,7 +115,7 @@ class ControlServer:
     """The socket of one run, and the verbs that are served on it. `open`, then `close`."""
 
     context: VerbContext
-    handlers: Mapping[Verb[Any], Handler]
+    handlers: dict[Verb[Any], Handler]
     append: Callable[[AuditRecord], object]
     """Writes into the audit log what the coordinator does not write itself, in a thread of its own."""
     path: Path
@@ -125,9 +125,8 @@ class ControlServer:
     def __post_init__(self) -> None:
         self.counters: Counter[str] = Counter()
         """Absent in a healthy run: "malformed", "refused", "failed", "bug"."""
-        self._handlers: dict[Verb[Any], Handler] = {}
-        self._verbs: dict[str, Verb[Any]] = {}
-        self.serve(self.handlers)
+        self.handlers = dict(self.handlers)
+        """The dashboard adds its own."""
         self._audit_turn = asyncio.Lock()
         self._access = HttpAccess(host=HOST)
         self._running: set[asyncio.Task[Any]] = set()
@@ -140,11 +139,6 @@ class ControlServer:
             logger=_CountedLogger(self.counters), keepalive_timeout=self.limits.request_s,
             lingering_time=self.limits.close_s, shutdown_timeout=self.limits.close_s,
         )  # fmt: skip
-
-    def serve(self, handlers: Mapping[Verb[Any], Handler]) -> None:
-        """Answer these verbs, too."""
-        self._handlers |= handlers
-        self._verbs |= {verb.name: verb for verb in handlers}
 
     async def open(self) -> None:
         """Listen. Raises LaunchError."""
@@ -208,9 +202,10 @@ class ControlServer:
         except ValueError as error:  # a chunked or declared body that does not add up
             return self._malformed(400, f"the body cannot be read: {error}")
         name, operator = request.match_info["verb"], caller(request)
-        verb = self._verbs.get(name)
+        known = {verb.name: verb for verb in self.handlers}
+        verb = known.get(name)
         try:
-            verb = find_verb(name, self._verbs)
+            verb = find_verb(name, known)
             if request.method == "POST":
                 arguments = arguments_from_body(verb, (await request.read()).strip() or b"{}", operator)
             elif verb.effect == "change":
@@ -236,7 +231,7 @@ class ControlServer:
         is_change = verb.effect == "change"
         is_noted_here = is_change and not verb.by
         try:
-            result = await self._handlers[verb](self.context, arguments, operator)
+            result = await self.handlers[verb](self.context, arguments, operator)
         except MyxaError as error:
             self.counters["failed"] += 1
             # The coordinator notes what it refuses, but not what never reached it.

@@ -130,7 +130,7 @@ class Dashboard:
         self._turn = asyncio.Lock()
         # Not the loop's own threads: verbs need those for their answers.
         self._looker = ThreadPoolExecutor(1, thread_name_prefix="dashboard-look")
-        server.serve({verbs.DASHBOARD: self._asked})
+        server.handlers[verbs.DASHBOARD] = self._asked
 
     async def __aenter__(self) -> Dashboard:
         return self
