@@ -29,7 +29,7 @@ from ..core.protocols import Engine
 from ..core.weight_channel import SENT_CHANNELS
 from .actor_spec import ActorSpec
 from .composition.memory_parts import (
-    lent_memory,
+    host_arena,
     memory_manager,
     rollout_tenancy,
     sglang_plan,
@@ -357,7 +357,7 @@ def _engine(spec: ActorSpec, config: RunConfig, model: ModelConfig, run_dir: Pat
         memory_share=MEMORY_SHARE / sum(role.count for role in (config.roles.rollout, *config.models.values())),
         is_invariant=config.rollout.deterministic, tells_kept=config.rollout.replay_sampling, name=spec.name,
     )  # fmt: skip
-    return EmbeddedEngine(config.model.path, options, memory=lent_memory(spec, config))
+    return EmbeddedEngine(config.model.path, options, memory=host_arena(spec, config) if takes_turns(config) else None)
 
 
 def _trainer(spec: ActorSpec, config: RunConfig, run_dir: Path, clock: Clock) -> Actor:

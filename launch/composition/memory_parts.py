@@ -160,7 +160,7 @@ def torch_offload(spec: ActorSpec, config: RunConfig) -> TorchOffload | None:
 
     num_bytes = pool_bytes(config, trainer_plan(spec, config))
     if not spec.devices:
-        return TorchOffload(_host_arena(spec, config, num_bytes))
+        return TorchOffload(host_arena(spec, config, num_bytes))
     from ...memory.arenas.cuda_memory import open_cuda
 
     return TorchOffload(open_cuda(spec.rank.local_rank if spec.rank else 0, num_bytes).arena)
@@ -187,7 +187,8 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
     return int(sum(size for size, policy in plan.values() if policy == "backup") * POOL_SLACK) + 64 * MIB
 
 
-def _host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
+def host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int = 0) -> Arena:
+    """Memory of runs on the CPU that can leave the device that stands there for a GPU."""
     from ...memory.arenas.arena import Arena
     from ...memory.arenas.host_pool import HostPool
     from ...memory.arenas.host_vmm import HostVmmDriver
@@ -197,11 +198,6 @@ def _host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int) -> Arena:
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
-
-
-def lent_memory(spec: ActorSpec, config: RunConfig) -> Arena | None:
-    """Memory of the embedded engine that can leave its device; None if it stays there."""
-    return _host_arena(spec, config, 0) if takes_turns(config) else None
 
 
 def rollout_tenancy(spec: ActorSpec, config: RunConfig, engine: Engine | None) -> Tenancy | None:

@@ -51,9 +51,39 @@ engines by NCCL: both ends of a group need the same number, or messages are trun
 
 def make_backend(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
     """The rank's backend, not set up yet. Deterministic on GPUs: operations without such a kernel raise."""
+    from ...actors.backends.rank_backend import RankSettings
+
     if config.rollout.deterministic and spec.devices:
         _use_repeatable_kernels()
-    return (_megatron if spec.kind == "megatron" else _torch)(spec, config, gang, clock)
+    settings: dict[str, Any] = {
+        "model_path": config.model.path,
+        "algo": config.algo,
+        "optimizer": config.optimizer,
+        "trainer": config.trainer,
+        "lora": config.lora,
+        "critic": config.critic,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "num_steps": config.run.num_steps,
+        "seed": config.run.seed,
+        "device": "cuda" if spec.devices else "cpu",
+        "num_threads": spec.threads,
+        "gang": gang,
+        # The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own.
+        "serving_dtype": config.engine.dtype if config.roles.rollout.kind == "sglang" else "",
+    }
+    if spec.kind != "megatron":
+        from ...actors.backends.torch_backend.backend import TorchBackend
+
+        return TorchBackend(RankSettings(**settings), clock, offload=torch_offload(spec, config))
+    from ...actors.backends.megatron.backend import MegatronBackend, MegatronRankSettings
+
+    if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    megatron = config.megatron
+    if config.rollout.deterministic:  # else its embedding sums gradients in any order
+        megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
+    offload = megatron_offload(spec, config)
+    return MegatronBackend(MegatronRankSettings(megatron=megatron, **settings), clock, offload=offload)
 
 
 def _use_repeatable_kernels() -> None:
@@ -76,45 +106,6 @@ def shard_of_rank(spec: ActorSpec, config: RunConfig, world_size: int) -> tuple[
 
     layout = ParallelLayout.of(config.megatron)
     return tuple(layout.dp_rank_of(rank, world_size) for rank in range(world_size))
-
-
-def _torch(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    from ...actors.backends.rank_backend import RankSettings
-    from ...actors.backends.torch_backend.backend import TorchBackend
-
-    offload = torch_offload(spec, config)
-    return TorchBackend(RankSettings(**_rank_settings(spec, config, gang)), clock, offload=offload)
-
-
-def _megatron(spec: ActorSpec, config: RunConfig, gang: Gang, clock: Clock) -> TrainBackend:
-    from ...actors.backends.megatron.backend import MegatronBackend, MegatronRankSettings
-
-    if spec.devices:  # before CUDA starts: one queue, so that overlapped collectives run in the order of their calls
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    megatron = config.megatron
-    if config.rollout.deterministic:  # else its embedding sums gradients in any order
-        megatron = megatron.model_copy(update={"model": {"deterministic_mode": True, **megatron.model}})
-    settings = MegatronRankSettings(megatron=megatron, **_rank_settings(spec, config, gang))
-    return MegatronBackend(settings, clock, offload=megatron_offload(spec, config))
-
-
-def _rank_settings(spec: ActorSpec, config: RunConfig, gang: Gang) -> dict[str, Any]:
-    return {
-        "model_path": config.model.path,
-        "algo": config.algo,
-        "optimizer": config.optimizer,
-        "trainer": config.trainer,
-        "lora": config.lora,
-        "critic": config.critic,
-        "max_new_tokens": config.rollout.max_new_tokens,
-        "num_steps": config.run.num_steps,
-        "seed": config.run.seed,
-        "device": "cuda" if spec.devices else "cpu",
-        "num_threads": spec.threads,
-        "gang": gang,
-        # The engines' number type, for servers, to which tensors may go from device to device; else the trainer's own.
-        "serving_dtype": config.engine.dtype if config.roles.rollout.kind == "sglang" else "",
-    }
 
 
 def pair_maker(config: RunConfig) -> Callable[[Prompt], Group] | None:
