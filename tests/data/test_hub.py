@@ -73,17 +73,19 @@ def asker(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]
         yield asker
 
 
-def test_a_model_is_pinned_and_lies_in_the_cache_without_what_is_not_read(hub: Hub, asker: Asker) -> None:
+def test_a_model_is_pinned_and_lies_in_the_cache_without_what_is_not_read(hub: Hub, tmp_path: Path) -> None:
     commit = hub.repos["models", "acme/tiny"].commit
-    for name in ("acme/tiny", "acme/tiny@v1", "acme/tiny@team/try+1", "acme/tiny@team%2Ftry+1", f"acme/tiny@{commit}"):
-        found = asker.fetched(model=f"hf://{name}")
-        assert found["model"] == f"hf://acme/tiny@{commit}"
-        held = {str(one.relative_to(found["paths"][0])) for one in Path(found["paths"][0]).rglob("*")}
-        assert held == {*CONFIG, "model.safetensors"}
-    before = len(hub.asked)
-    assert asker.fetched(model=found["model"])["said"] == []
-    assert hub.asked[before:] == [], "what is pinned and whole asks nothing"
-    assert asker.said_aloud() == "", "no bars and no warnings where there is no terminal"
+    names = ("acme/tiny", "acme/tiny@v1", "acme/tiny@team/try+1", "acme/tiny@team%2Ftry+1", f"acme/tiny@{commit}")
+    with Asker(hub, tmp_path / "home") as asker:
+        for name in names:
+            found = asker.fetched(model=f"hf://{name}")
+            assert found["model"] == f"hf://acme/tiny@{commit}"
+            held = {str(one.relative_to(found["paths"][0])) for one in Path(found["paths"][0]).rglob("*")}
+            assert held == {*CONFIG, "model.safetensors"}
+        before = len(hub.asked)
+        assert asker.fetched(model=f"hf://acme/tiny@{commit}")["said"] == []
+        assert hub.asked[before:] == [], "what is pinned and whole asks nothing"
+        assert asker.said_aloud() == "", "no bars and no warnings where there is no terminal"
 
 
 def test_a_frozen_file_means_the_same_files(hub: Hub, asker: Asker, tmp_path: Path) -> None:
