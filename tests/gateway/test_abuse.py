@@ -306,7 +306,7 @@ async def test_streamed_text_is_the_text_whatever_the_pieces() -> None:
     rng = random.Random(seed)
     letters = ["a", " ", "é", "語", "🙂", "\n", "<", "<think>", "</think>", "<tool_call>", "ß ", "👩‍👩‍👧"]
     gateway = Gateway()
-    async with serving(gateway) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(gateway) as url, httpx.AsyncClient(timeout=60, base_url=url) as http:
         for _ in range(12):
             text = "".join(rng.choices(letters, k=rng.randrange(1, 60)))
             one = session_of(Says(QWEN3, lambda prompt, text=text: text))

@@ -261,7 +261,7 @@ async def test_a_service_that_is_absent_and_refuses_at_first() -> None:
     ending: set[asyncio.Task[None]] = set()
 
     async def act(task: dict[str, Any]) -> None:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {task['key']}"}) as client:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {task['key']}"}) as client:
             await client.post(f"{task['openai_base_url']}/chat/completions", json={"messages": task["messages"]})
             await client.post(f"{task['base_url']}/v1/session/end", json={"reward": 0.5})
 

@@ -217,7 +217,7 @@ LACKING: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "place"), LACKING)
 async def test_what_an_entry_lacks_is_no_empty_text(door: Door, path: str, body: dict[str, Any], place: str) -> None:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {door.key}"}) as client:
         answer = await client.post(f"{door.url}{path}", json={"max_tokens": 5, **body} if "messages" in path else body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, f"{place} is missing or null")
     assert door.says.prompts == []
@@ -273,7 +273,7 @@ NULLS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "body"), NULLS)
 async def test_a_null_is_a_field_left_out(door: Door, path: str, body: dict[str, Any]) -> None:
     """Clients in Java and Go write every field of theirs."""
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {door.key}"}) as client:
         assert (await client.post(f"{door.url}{path}", json=body)).status_code == 200
         refused = await client.post(f"{door.url}{path}", json={**body, "unknown": 0})
         assert refused.status_code == 400 and "`unknown`" in refused.json()["error"]["message"]
@@ -522,7 +522,7 @@ async def test_a_wrong_request_names_its_field(door: Door) -> None:
         ("/v1/responses", {"input": "x", "max_output_tokens": -1}, "max_output_tokens"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ]
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {door.key}"}) as client:
         for path, body, param in others:
             refused = await client.post(door.url + path, json=body)
             assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(f"{param} ")
@@ -541,7 +541,7 @@ async def test_keys_of_nobody_and_of_ended_sessions(door: Door) -> None:
 
 
 async def test_bodies_that_are_too_large_or_not_json(door: Door) -> None:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {door.key}"}) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {door.key}"}) as client:
         large = await client.post(f"{door.url}/v1/chat/completions", content=b"x" * (17 << 20))
         assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
         broken = await client.post(f"{door.url}/v1/messages", content=b"{")
@@ -574,7 +574,9 @@ async def test_a_client_that_left_gets_its_turn_when_it_asks_again(door: Door) -
 
 
 async def test_task_reward_and_end(door: Door) -> None:
-    async with httpx.AsyncClient(base_url=door.url, headers={"Authorization": f"Bearer {door.key}"}) as client:
+    async with httpx.AsyncClient(
+        timeout=60, base_url=door.url, headers={"Authorization": f"Bearer {door.key}"}
+    ) as client:
         task = (await client.get("/v1/session")).json()
         assert (task["messages"], task["label"], task["metadata"]) == (
             [{"role": "user", "content": "task"}],

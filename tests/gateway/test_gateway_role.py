@@ -86,7 +86,7 @@ async def people(place: dict[str, Any]) -> None:
 
 
 async def refused(url: str, tasks_key: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(timeout=60, base_url=url) as http:
         for path, key, status in (
             ("/v1/chat/completions", "sk-other", 401),
             ("/v1/messages", "sk-myxa-r0-nobody", 401),

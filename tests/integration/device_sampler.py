@@ -14,7 +14,7 @@ from myxa.core.errors import MemoryFault
 from myxa.memory.arenas.host_vmm import device_bytes
 
 LOOK_S = 0.1
-"""A look that took longer does not count: memory may have gone to another actor and back meanwhile."""
+"""A look that took longer tells nothing of all together: memory may have gone to another actor and back meanwhile."""
 
 
 @dataclass
@@ -60,9 +60,9 @@ class Sampler:
         if first == again and time.monotonic() - begun_s < LOOK_S:
             self.num_looks += 1
             self.highest[device] = max(self.highest.get(device, 0), sum(first.values()))
-            for name, num_bytes in first.items():
-                for key in (name, f"{name} {device}"):
-                    self.seen[key] = max(self.seen.get(key, 0), num_bytes)
+        for name, num_bytes in (*first.items(), *again.items()):
+            for key in (name, f"{name} {device}"):
+                self.seen[key] = max(self.seen.get(key, 0), num_bytes)
 
 
 def _pids(launcher_pid: int, name: str) -> list[int]:

@@ -29,7 +29,7 @@ from myxa.launch.verbs import STACK, Verb
 from myxa.launch.web import dashboard
 from myxa.launch.web.dashboard import ASSETS, METRICS_KEY_VARIABLE, SECURITY_HEADERS, TOKEN_HEADER, prometheus_text
 
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 
 
 class Visit:
