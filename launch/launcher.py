@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Gene
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,15 +29,17 @@ import uvloop
 from rich.console import Console
 from rich.text import Text
 
+from .. import __version__
 from ..actors.coordinator.audit import AUDIT_FILE, append_audit
+from ..actors.hub import fetched
 from ..core.clock import SystemClock
 from ..core.config import RunConfig, load_config
 from ..core.daemon_thread import in_daemon_thread
-from ..core.errors import CallError, LaunchError, MyxaError
-from ..core.process import adopting_orphans
+from ..core.errors import CallError, ConfigError, LaunchError, MyxaError, TrainError
+from ..core.process import adopting_orphans, adopts_orphans, boot_id
 from ..core.refs import with_deadline
 from ..core.retry import until_answered
-from ..core.timeouts import LauncherTimeouts
+from ..core.timeouts import TIMEOUTS, LauncherTimeouts
 from ..transport.descriptors import raise_limit
 from .actor_spec import ActorSpec
 from .composition.weight_channels import choose_channel
@@ -44,11 +47,14 @@ from .contracts import SUPERVISOR, EnlistReply, NodeFacts, SupervisorContract, a
 from .control.client import NOTE, ControlNote
 from .first_failure import RunEnd
 from .frozen_code import Frozen, freeze, post_run
+from .host import look_at_gpus
+from .node_place import ALONE, NodePlace
 from .nodes.agent import Agent
-from .nodes.launch_options import LaunchOptions, facts_of, fork_server_of, made_ready, seen_gpus, with_start
+from .nodes.fork_server import ForkServer, preloaded
 from .nodes.rendezvous import NodeRendezvous, host_rendezvous, join_rendezvous
 from .run_dir import RunDir
 from .run_lineage.origin import RunOrigin
+from .run_lineage.resume_point import named_checkpoint
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
 from .screen import Screen, ShownWarnings
@@ -58,6 +64,7 @@ from .supervisor.run_supervisor import RunSupervisor, StopRequest
 from .views.live import lasting
 from .views.run_view import RunView
 from .waiting import Waiting
+from .worker_spec import DEFAULT_PROGRAM
 
 if TYPE_CHECKING:
     from .control.server import VerbContext
@@ -106,11 +113,99 @@ async def open_control(context: VerbContext, runtime: Path) -> AsyncGenerator[st
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How to launch; what to launch is the run's configuration."""
+
+    place: NodePlace = ALONE
+    rdzv_file: Path | None = None
+    job_key: Path | None = None
+    program: str = DEFAULT_PROGRAM
+    is_quiet: bool = False
+    timeouts: LauncherTimeouts = TIMEOUTS.launcher
+    run_dir: RunDir | None = None
+    """An existing directory, held by the caller, whose configuration names the checkpoint; None: a new one is made."""
+    prepare: Callable[[], object] | None = None
+    """Prepares the directory once it is clear that this node can take part."""
+    is_late: bool = False
+    """This node joins a live run."""
+
+
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
     """This node's part of a run to its end; `config` of node 0. Raises ConfigError, LaunchError at the start."""
     raise_limit()
     with adopting_orphans(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(follow(options) if config is None else _lead(config, options))
+
+
+# -- what a node needs before, and how it introduces itself ------------------------------------------------------------
+
+
+def check_own(config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int) -> tuple[str, ...]:
+    """Whether this node has what its actors need, by our own composition root. Raises and returns as `check_node`."""
+    if program == DEFAULT_PROGRAM:
+        from .checks.all_checks import check_node  # while a fork server does its imports
+
+        return check_node(config, actors, node)
+    module = program.partition(":")[0]
+    with contextlib.suppress(ValueError):
+        if module.endswith(".py") or find_spec(module.partition(".")[0]) is not None:
+            return ()
+    raise ConfigError(f"--program: there is no module {module!r}", remedy="install it, or put it on PYTHONPATH")
+
+
+async def made_ready(
+    config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int, waiting: Waiting
+) -> RunConfig:
+    """The configuration once this node has what its actors need: of the hub, and by the checks. Raises MyxaError."""
+    has_data = node == 0 or any(actor.role == "buffer" and actor.node == node for actor in actors)
+    fetch = partial(fetched, config, has_data=has_data, say=waiting.say, doing=waiting.now)
+    config = await in_daemon_thread(fetch, "hub")
+    waiting.now("checking what its actors need")
+    for text in await in_daemon_thread(partial(check_own, config, actors, program, node), "checks"):
+        waiting.say(f"warning: {text}")
+    return config
+
+
+def fork_server_of(
+    config: RunConfig, actors: Sequence[ActorSpec], program: str, node: int, folder: Path
+) -> ForkServer | None:
+    """Of a node, which begins with its imports on that order; None: no actor is forked. `folder`: for its log."""
+    modules = preloaded(config, program, [actor for actor in actors if actor.node == node], os.environ)
+    if not modules or not adopts_orphans():  # in a program that hosts us a forked process would not become our child
+        return None
+    return ForkServer(modules, folder, logging.getLogger("myxa.launcher"))
+
+
+def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:
+    """For node 0: resolve `trainer.resume` to a checkpoint, for the run that it names may write newer ones, and all
+    actors have to begin from the same. Raises ConfigError if there is none."""
+    if options.run_dir is not None or not config.trainer.resume:
+        return config
+    try:
+        start = named_checkpoint(config.trainer.resume).absolute()
+    except TrainError as error:
+        if options.program != DEFAULT_PROGRAM:  # it may interpret the key otherwise
+            return config
+        raise ConfigError(f"trainer.resume: {error.message}", remedy=error.remedy) from error
+    trainer = config.trainer.model_copy(update={"resume": str(start)})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def facts_of(options: LaunchOptions, rendezvous: NodeRendezvous, actors: Sequence[ActorSpec] = ()) -> NodeFacts:
+    """`actors`: none where they are not known yet."""
+    node = options.place.rank
+    return NodeFacts(
+        node=node, version=__version__, host=socket.gethostname(), address=rendezvous.address, machine=boot_id(),
+        is_late=options.is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, node),
+    )  # fmt: skip
+
+
+def seen_gpus(actors: Sequence[ActorSpec], node: int) -> tuple[str, ...]:
+    """UUIDs of the GPUs that actors of this node see. Asks the driver."""
+    numbers = {number for actor in actors if actor.node == node for number in actor.visible_devices}
+    gpus = look_at_gpus().found if numbers else ()
+    return tuple(gpus[number].uuid for number in sorted(numbers) if number < len(gpus))
 
 
 # -- node 0 ----------------------------------------------------------------------------------------------------------
@@ -148,7 +243,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
                 context = VerbContext(rendezvous.node, run_dir, config, supervisor, time.time())
                 is_alone = options.place.is_alone
                 agent = Agent(
-                    options, runtime.path, run_dir, fork_server=fork_server,
+                    0, runtime.path, run_dir, program=options.program, fork_server=fork_server,
                     key_for=None if is_alone else rendezvous.key_for,
                     base_env=NCCL_WITHIN_HOST if is_alone and not config.engine.attach else {},
                 )  # fmt: skip
@@ -449,7 +544,7 @@ class _Follower:
                 await asyncio.sleep(ASK_AGAIN_S)
 
     async def take_part(self, runtime: Path, reply: EnlistReply) -> RunEnd:
-        options, node = replace(self._options, program=reply.program), self._node
+        options, node = self._options, self._node
         with Waiting("reading the run file of node 0", sys.stdout) as waiting:
             work = asyncio.get_running_loop().create_task(self._make_ready(reply, waiting))
             try:
@@ -461,7 +556,10 @@ class _Follower:
         gpus = await in_daemon_thread(partial(seen_gpus, reply.actors, node), "gpus")
         server = fork_server_of(config, reply.actors, reply.program, node, runtime)
         run_dir = RunDir(Path(reply.run_dir))
-        agent = Agent(options, runtime, run_dir, key_for=self._rendezvous.key_for, fork_server=server)
+        agent = Agent(
+            node, runtime, run_dir, program=reply.program, lost_s=options.timeouts.lost_s,
+            key_for=self._rendezvous.key_for, fork_server=server,
+        )  # fmt: skip
         await self._rendezvous.node.start(agent, name=agent_name(node))
         await self._join(gpus=gpus)
         agent.mind_node_0()

@@ -301,7 +301,7 @@ def fork(options: argparse.Namespace) -> int:
 def _check_of(options: argparse.Namespace) -> Callable[[RunConfig], None]:
     """What can be seen to be wrong before a directory is made: all, or only what does not depend on the machine."""
     from ..checks.all_checks import RESUME_CHECKS, check_node
-    from ..nodes.launch_options import check_own
+    from ..launcher import check_own
     from ..run_lineage.origin import RunOrigin
     from ..supervisor.placement import place
 

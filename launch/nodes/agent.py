@@ -17,6 +17,7 @@ from ...core.errors import CallError, ConfigError, LaunchError, NoSuchActor, Pee
 from ...core.process import adopts_orphans
 from ...core.refs import with_deadline
 from ...core.retry import until_answered
+from ...core.timeouts import TIMEOUTS
 from ...transport.address import hold_port
 from ..actor_spec import ActorSpec, GangRendezvous
 from ..contracts import (
@@ -30,10 +31,9 @@ from ..contracts import (
 from ..first_failure import RunEnd, read_end
 from ..run_dir import RunDir
 from ..verbs import LogsArguments
-from ..worker_spec import ProcessSpec, child_env, worker_command, write_spec
+from ..worker_spec import DEFAULT_PROGRAM, ProcessSpec, child_env, worker_command, write_spec
 from .child import Child, start_child, written_stacks
 from .fork_server import ForkServer, is_forked
-from .launch_options import LaunchOptions
 from .log_reader import read_logs
 
 PING_S = 1.0
@@ -47,19 +47,20 @@ KILL_S = 5.0
 
 
 class Agent(AgentContract):
-    """Of the node `options.place`. `runtime_dir`: with the rendezvous record. `key_for` makes the key of a process and
-    registers it at the registry; None: processes need no key. `base_env`: variables of actors; the launcher's own
-    environment overrides them."""
+    """Of that node. `runtime_dir`: with the rendezvous record. `lost_s`: for a sign of life of node 0. `key_for` makes
+    the key of a process and registers it at the registry; None: processes need no key. `base_env`: variables of actors;
+    the launcher's own environment overrides them."""
 
     def __init__(
-        self, options: LaunchOptions, runtime_dir: Path, run_dir: RunDir, *, key_for: KeyFor | None = None,
+        self, node: int, runtime_dir: Path, run_dir: RunDir, *, program: str = DEFAULT_PROGRAM,
+        lost_s: float = TIMEOUTS.launcher.lost_s, key_for: KeyFor | None = None,
         fork_server: ForkServer | None = None, base_env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.left: asyncio.Future[RunEnd] = asyncio.get_running_loop().create_future()
         """Set once the run is over."""
-        self._node = options.place.rank
-        self._lost_s = options.timeouts.lost_s
-        self._program = options.program
+        self._node = node
+        self._lost_s = lost_s
+        self._program = program
         self._runtime_dir = runtime_dir
         self._run_dir = run_dir
         self._key_for = key_for

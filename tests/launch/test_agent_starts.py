@@ -28,17 +28,15 @@ from myxa.launch.contracts import (
     agent_name,
 )
 from myxa.launch.launcher import TWICE_S, _lend
-from myxa.launch.node_place import NodePlace
 from myxa.launch.nodes.agent import Agent, KeyFor
 from myxa.launch.nodes.child import Child, start_child
-from myxa.launch.nodes.launch_options import LaunchOptions
 from myxa.launch.run_dir import RunDir
 from myxa.transport.node import Node
 
 
 def agent_of(folder: Path, node: int = 0, key_for: KeyFor | None = None) -> Agent:
     run_dir = RunDir.join(str(folder / "run"))
-    return Agent(LaunchOptions(place=NodePlace(node, 2, None)), folder / "runtime", run_dir, key_for=key_for)
+    return Agent(node, folder / "runtime", run_dir, key_for=key_for)
 
 
 def order(**actor: Any) -> ActorSpec:

@@ -19,8 +19,8 @@ from myxa.core.config import RunConfig
 from myxa.core.errors import MyxaError, TornCheckpoint, TrainError
 from myxa.launch.actor_spec import ActorSpec
 from myxa.launch.composition.trainer_parts import GangStart, checkpoint_options
+from myxa.launch.launcher import LaunchOptions, with_start
 from myxa.launch.node_place import find_place
-from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage.next_run import begin_next_life
 from myxa.launch.run_lineage.origin import Life, RunOrigin

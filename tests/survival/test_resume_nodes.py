@@ -16,8 +16,8 @@ from myxa.launch import launcher
 from myxa.launch.cli import main
 from myxa.launch.first_failure import RunEnd
 from myxa.launch.frozen_code import post_run
+from myxa.launch.launcher import LaunchOptions, with_start
 from myxa.launch.node_place import find_place
-from myxa.launch.nodes.launch_options import LaunchOptions, with_start
 from myxa.launch.run_dir import RunDir
 from myxa.launch.run_lineage import resume_point
 from myxa.launch.run_lineage.resume_point import earlier_ledger
