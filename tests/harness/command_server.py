@@ -43,7 +43,7 @@ from myxa.transport.codec import compile_loaded
 MODULES = (
     *("myxa.core.config", "myxa.launch.cli", "myxa.launch.commands.run_life", "myxa.launch.control.client"),
     *("myxa.launch.launcher", "myxa.launch.run_lineage.origin", "uvloop"),
-    *("myxa.launch.checks.all_checks", "myxa.launch.checks.plan", "myxa.launch.control.process_verbs"),
+    *("myxa.launch.checks.all_checks", "myxa.launch.checks.plan", "myxa.launch.control.handlers"),
     *("myxa.launch.run_lineage.next_run", "myxa.launch.web.dashboard", "myxa.actors.engines.sglang.launch"),
     *LIGHT,
     *TORCH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from myxa.core.errors import ConfigError
-from myxa.launch.control.process_verbs import find_targets
+from myxa.launch.control.handlers import find_targets
 from myxa.launch.views.run_view import ActorFacts
 
 ROSTER = tuple(
