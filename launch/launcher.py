@@ -118,8 +118,6 @@ class LaunchOptions:
     """How to launch; what to launch is the run's configuration."""
 
     place: NodePlace = ALONE
-    rdzv_file: Path | None = None
-    job_key: Path | None = None
     program: str = DEFAULT_PROGRAM
     is_quiet: bool = False
     timeouts: LauncherTimeouts = TIMEOUTS.launcher
@@ -127,8 +125,6 @@ class LaunchOptions:
     """An existing directory, held by the caller, whose configuration names the checkpoint; None: a new one is made."""
     prepare: Callable[[], object] | None = None
     """Prepares the directory once it is clear that this node can take part."""
-    is_late: bool = False
-    """This node joins a live run."""
 
 
 def launch(config: RunConfig | None, options: LaunchOptions) -> RunEnd:
@@ -197,7 +193,7 @@ def facts_of(options: LaunchOptions, rendezvous: NodeRendezvous, actors: Sequenc
     node = options.place.rank
     return NodeFacts(
         node=node, version=__version__, host=socket.gethostname(), address=rendezvous.address, machine=boot_id(),
-        is_late=options.is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, node),
+        is_late=options.place.is_late, nonce=secrets.token_hex(8), gpus=seen_gpus(actors, node),
     )  # fmt: skip
 
 
@@ -222,7 +218,7 @@ async def _lead(config: RunConfig, options: LaunchOptions) -> RunEnd:
             await asyncio.sleep(0)
         from .control.server import VerbContext  # a quarter of a second, while the fork server does its imports
 
-        async with host_rendezvous(options.place, runtime.path, options.job_key, options.rdzv_file) as rendezvous:
+        async with host_rendezvous(options.place, runtime.path) as rendezvous:
             frozen, run_dir = await _prepared(config, actors, options, rendezvous, stack)
             config = frozen.config
             screen = Screen(Console(file=lasting(sys.stdout)), run_dir.path, is_quiet=options.is_quiet)
@@ -501,18 +497,18 @@ Stop = Callable[[str, int], Awaitable[None]]
 
 async def follow(options: LaunchOptions) -> RunEnd:
     """Take part to the end. Raises ConfigError and LaunchError: cannot start, not reached, refused."""
-    place, key, file, wait_s = options.place, options.job_key, options.rdzv_file, options.timeouts.gather_s
+    place, wait_s = options.place, options.timeouts.gather_s
     reply: EnlistReply | None = None
     with RuntimeDir() as runtime:
-        if options.is_late:
+        if place.is_late:
             name = f"late/{secrets.token_hex(6)}"
-            async with join_rendezvous(place, runtime.path, key, file, wait_s, name=name) as rendezvous:
+            async with join_rendezvous(place, runtime.path, wait_s, name=name) as rendezvous:
                 reply = await _Follower(options, rendezvous).enlist()
             place = replace(place, rank=reply.node)
             options = replace(options, place=place)
-        _say(f"this is node {place.rank} of the run at {place.endpoint or file}; the run file of node 0 counts")
+        _say(f"this is node {place.rank} of the run at {place.endpoint or place.file}; the run file of node 0 counts")
         async with (
-            join_rendezvous(place, runtime.path, key, file, wait_s) as rendezvous,
+            join_rendezvous(place, runtime.path, wait_s) as rendezvous,
             runtime.kept([rendezvous.rdzv_path]),
         ):
             follower = _Follower(options, rendezvous)
@@ -563,7 +559,7 @@ class _Follower:
         await self._rendezvous.node.start(agent, name=agent_name(node))
         await self._join(gpus=gpus)
         agent.mind_node_0()
-        if not options.is_late:
+        if not options.place.is_late:
             farewell = await _lend(agent, self._supervisor.stop_run)
         else:
             farewell = await _lend(agent, lambda reason, _: self._supervisor.leave_node(node, reason))
@@ -577,7 +573,7 @@ class _Follower:
         run_dir = RunDir(Path(reply.run_dir))
         try:
             config = load_config(run_dir.config, text=reply.config)
-            if self._options.is_late and choose_channel(config) == "disk" and not run_dir.config.exists():
+            if self._options.place.is_late and choose_channel(config) == "disk" and not run_dir.config.exists():
                 cause = f"{run_dir.path} is not there on {socket.gethostname()}: weights travel through it"
                 raise LaunchError(cause, remedy="have run.dir on a file system that all nodes share")
             post_run(run_dir, reply.config, reply.code)

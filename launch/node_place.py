@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..core.errors import ConfigError, raised_as
 from ..transport.address import LOOPBACK, PORT_REMEDY, Endpoint, in_url
@@ -34,6 +35,11 @@ class NodePlace:
     endpoint: Endpoint | None
     max_nodes: int = 0
     """So many may take part at the same time, those included that come later; 0: as many as come."""
+    file: Path | None = None
+    """Where node 0 writes its address, and the others read it that have no endpoint."""
+    job_key: Path | None = None
+    is_late: bool = False
+    """It joins a live run, which gives it its rank."""
 
     @property
     def is_alone(self) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ...core.config import RunConfig
     from ..launcher import LaunchOptions
+    from ..node_place import NodePlace
     from ..run_lineage.resume_point import ResumePoint
 
 
@@ -88,19 +89,22 @@ POINT = (
 """Of a run that begins at a checkpoint."""
 
 
-def launch_options(options: argparse.Namespace, *, program: str = "", **more: Any) -> LaunchOptions:
+def launch_options(
+    options: argparse.Namespace, place: NodePlace | None, *, program: str = "", **more: Any
+) -> LaunchOptions:
     """What the flags say of how to launch. `program`: where they do not name one; `more`: fields."""
     from ..launcher import LaunchOptions
+    from ..node_place import ALONE
     from ..worker_spec import DEFAULT_PROGRAM
 
     timeouts = replace(PATIENCE, **{name: value for name, value in vars(options).items() if hasattr(PATIENCE, name)})
     program = options.program or program or DEFAULT_PROGRAM
-    return LaunchOptions(program=program, is_quiet=options.quiet, timeouts=timeouts, **more)
+    return LaunchOptions(place or ALONE, program=program, is_quiet=options.quiet, timeouts=timeouts, **more)
 
 
-def start(options: argparse.Namespace, **place: Any) -> int:
+def start(options: argparse.Namespace, place: NodePlace | None = None) -> int:
     """This machine's part of a run: that of node 0, which reads the run file, or what it lends to node 0."""
-    config, is_first = None, not place or place["place"].rank == 0
+    config, is_first = None, place is None or place.rank == 0
     if is_first and not options.file:
         raise ConfigError("no run file is given", remedy="name one; only node 0 needs it")
     with Waiting("reading the run file", sys.stdout, is_quiet=options.quiet or not is_first):
@@ -108,12 +112,12 @@ def start(options: argparse.Namespace, **place: Any) -> int:
         from ..launcher import launch
         from ..node_place import check_is_one
 
-        if not place:
+        if place is None:
             env = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {**os.environ, "WORLD_SIZE": ""}
             check_is_one(env, remedy="`myxa up` starts all processes of this machine: start it once (srun --ntasks=1)")
         if is_first:
             config = load_config(options.file, options.overrides)
-    return launch(config, launch_options(options, **place)).exit_code
+    return launch(config, launch_options(options, place)).exit_code
 
 
 UP = Command(
@@ -130,19 +134,19 @@ UP = Command(
     "(PET_*) or Slurm's variables.",
 )  # fmt: skip
 def on_several(options: argparse.Namespace) -> int:
-    return start(options, **(place_of(options) if options.join is None else _late_place_of(options)))
+    return start(options, place_of(options) if options.join is None else _late_place_of(options))
 
 
-def place_of(options: argparse.Namespace) -> dict[str, Any]:
+def place_of(options: argparse.Namespace) -> NodePlace:
     """What flags, torchrun or Slurm say of this machine. Raises ConfigError for what does not go together."""
     from ..node_place import find_place
 
     has_file = options.rdzv_file is not None
     place = find_place(options.nnodes, options.node_rank, options.rdzv, os.environ, has_file=has_file)
-    return {"place": place, "rdzv_file": options.rdzv_file, "job_key": options.job_key}
+    return replace(place, file=options.rdzv_file, job_key=options.job_key)
 
 
-def _late_place_of(options: argparse.Namespace) -> dict[str, Any]:
+def _late_place_of(options: argparse.Namespace) -> NodePlace:
     from ..nodes.rendezvous import find_late_rendezvous
 
     if is_on_several(options):
@@ -155,8 +159,7 @@ def _late_place_of(options: argparse.Namespace) -> dict[str, Any]:
             f"--join {options.join}: that is a run file, not where the run is met",
             remedy="name the run's directory, HOST:PORT or the rendezvous file",
         )
-    place, rdzv_file, job_key = find_late_rendezvous(options.join, options.job_key)
-    return {"place": place, "rdzv_file": rdzv_file, "job_key": job_key, "is_late": True}
+    return find_late_rendezvous(options.join, options.job_key)
 
 
 @command(
@@ -200,8 +203,8 @@ def _resume(options: argparse.Namespace) -> int:
     folder: Path | None = options.run_dir or options.run_path
     if options.run_dir is not None and options.run_path not in (None, options.run_dir):
         raise ConfigError(f"which run, {options.run_dir} or {options.run_path}?", remedy="name one of them")
-    if is_on_several(options) and (place := place_of(options))["place"].rank:
-        return start(options, **place)  # node 0 chooses, and makes the directory ready; it may have started by now
+    if is_on_several(options) and (place := place_of(options)).rank:
+        return start(options, place)  # node 0 chooses, and makes the directory ready; it may have started by now
     if folder is not None and is_run_folder(folder) and not RunDir(folder).is_held:
         return start_again(folder, options)
     note = find_run(folder) if folder is not None else _only_live_run(options)
@@ -238,7 +241,7 @@ def start_again(folder: Path, options: argparse.Namespace) -> int:
     from ..run_lineage.next_run import no_longer_alive
     from ..run_lineage.resume_point import choose_point
 
-    place = place_of(options) if is_on_several(options) else {}
+    place = place_of(options) if is_on_several(options) else None
     run_dir = RunDir(folder.resolve())
     with no_longer_alive(run_dir):
         with Waiting("checking checkpoints", sys.stdout, is_quiet=options.quiet):
@@ -247,7 +250,7 @@ def start_again(folder: Path, options: argparse.Namespace) -> int:
         return _resume_launch(run_dir, point, options, place)
 
 
-def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, place: dict[str, Any]) -> int:
+def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namespace, place: NodePlace | None) -> int:
     from ...core.config import load_config
     from ...core.config.loading import toml_value
     from ..launcher import launch
@@ -263,9 +266,9 @@ def _resume_launch(run_dir: RunDir, point: ResumePoint, options: argparse.Namesp
     for line in (torn, lost, *(f"passed over: {checkpoint}" for checkpoint in point.passed_over)):
         print(line, end="\n" if line else "", flush=True)
     print(f"from version {point.version} of {run_dir.path}, with {point.ledger_words}", flush=True)
-    same_run = {"program": origin.program, "run_dir": run_dir}
     prepare = partial(begin_next_life, run_dir, point, text)
-    ending = launch(config, launch_options(options, prepare=prepare, **same_run, **place))
+    how = launch_options(options, place, program=origin.program, run_dir=run_dir, prepare=prepare)
+    ending = launch(config, how)
     came_to_nothing = 0 < ending.exit_code < FIRST_OF_SIGNALS and ending.version <= point.version
     if came_to_nothing and put_config_back(run_dir):
         print(f"{run_dir.config} is again what it was: nothing was trained with the new values", flush=True)

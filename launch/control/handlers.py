@@ -11,7 +11,7 @@ import re
 import signal
 import socket
 import tomllib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from ...core.config.loading import key_lines
 from ...core.config.section import walk
 from ...core.device_memory import MemoryView
 from ...core.errors import CallError, ConfigError, LaunchError, MyxaError, NoSuchActor, NotSent, PeerDied
-from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Operator
+from ...core.knobs import AuditRecord, ChangeReply, ChangeRequest, KnobTable, Operator, Tunable
 from ...core.messages import RolloutNow
 from ...core.refs import with_deadline
 from ...core.suggestion import nearest, suggest
@@ -130,16 +130,12 @@ async def knob_table(context: VerbContext) -> KnobTable:
         return await coordinator.knob_table()
 
 
-def known_names(table: KnobTable) -> set[str]:
-    return {state.tunable.name for sheet in table.sheets for state in sheet.knobs}
-
-
 def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) -> None:
     """Raises ConfigError for a knob that does not exist, with what may be meant: another name, or a key of the file."""
-    known_knobs = known_names(table)
-    keys = {state.tunable.key: state.tunable.name for sheet in table.sheets for state in sheet.knobs}
+    knobs = {state.tunable.name: state.tunable for sheet in table.sheets for state in sheet.knobs}
+    keys = {knob.key: name for name, knob in knobs.items()}
     for name in names:
-        if name in known_knobs:
+        if name in knobs:
             continue
         fixed = [key for path, _ in walk(RunConfig) if name in (key := ".".join(path), path[-1])]
         if live := [keys[key] for key in (name, *fixed) if key in keys]:
@@ -152,18 +148,15 @@ def check_names(names: Sequence[str], table: KnobTable, context: VerbContext) ->
                 f"{name!r} is no knob: it is {' or '.join(fixed)} of the run file, and fixed while a run works",
                 remedy=f"`myxa down`, then `myxa resume {context.run_dir.path} --set {fixed[0]}=...`; or `myxa fork`",
             )
-        raise ConfigError(f"{name[:128]!r} is no knob", remedy=_hint(name, table))
+        raise ConfigError(f"{name[:128]!r} is no knob", remedy=_hint(name, knobs))
 
 
-def _hint(name: str, table: KnobTable) -> str:
-    names = known_names(table)
-    if nearest(name, names):
-        return suggest(name, names)
+def _hint(name: str, knobs: Mapping[str, Tunable]) -> str:
+    if nearest(name, knobs):
+        return suggest(name, knobs)
     wish = name.replace("_", " ").replace("-", " ").lower()
-    for state in (state for sheet in table.sheets for state in sheet.knobs):
-        if len(wish) > 2 and wish in state.tunable.help.lower():
-            return f'did you mean "{state.tunable.name}"? it is "{state.tunable.help}"'
-    return "`myxa get` lists them all"
+    found = (knob for knob in knobs.values() if len(wish) > 2 and wish in knob.help.lower())
+    return next((f'did you mean "{knob.name}"? it is "{knob.help}"' for knob in found), "`myxa get` lists them all")
 
 
 async def _get(context: VerbContext, arguments: verbs.GetArguments, operator: Operator) -> KnobTable:
@@ -493,7 +486,6 @@ async def _of_several(
 
 
 async def _profile(context: VerbContext, arguments: verbs.ProfileArguments, operator: Operator) -> list[ProfileReply]:
-    """Of several, one that refuses says why in its place; raises if all of them do."""
     actors = find_targets(arguments.target, context.supervisor.statuses())
     lookups = [(record, _own_profile(context, record, arguments.for_s)) for record in actors]
 

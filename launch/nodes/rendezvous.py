@@ -79,12 +79,10 @@ class NodeRendezvous:
 
 
 @contextlib.asynccontextmanager
-async def host_rendezvous(
-    place: NodePlace, runtime_dir: Path, job_key: Path | None, rdzv_file: Path | None
-) -> AsyncGenerator[NodeRendezvous]:
+async def host_rendezvous(place: NodePlace, runtime_dir: Path) -> AsyncGenerator[NodeRendezvous]:
     """Node 0: open the registry. Raises LaunchError if the endpoint cannot be listened on."""
-    is_alone = place.is_alone
-    key_path = None if is_alone else await _own_key(job_key or default_job_key())
+    is_alone, rdzv_file = place.is_alone, place.file
+    key_path = None if is_alone else await _own_key(place.job_key or default_job_key())
     host = LOOPBACK if is_alone else await _listen_address(place.endpoint)
     if place.endpoint is not None:
         remedy = "name an address of the host that runs node 0, and a free port there (0: any)"
@@ -111,26 +109,20 @@ async def host_rendezvous(
 
 @contextlib.asynccontextmanager
 async def join_rendezvous(
-    place: NodePlace,
-    runtime_dir: Path,
-    job_key: Path | None,
-    rdzv_file: Path | None,
-    timeout_s: float,
-    *,
-    name: str = "",
+    place: NodePlace, runtime_dir: Path, timeout_s: float, *, name: str = ""
 ) -> AsyncGenerator[NodeRendezvous]:
     """Other nodes: join the registry of node 0, which may start later than we do. `name`: for a launcher that has no
     number yet. Raises LaunchError naming the endpoint after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    key_path = job_key or default_job_key()
+    key_path = place.job_key or default_job_key()
     await _wait_for_file(key_path, deadline, "the job's key")
     public = JobKey.load(key_path).public
     rank, name = place.rank if place.rank >= 0 else NOWHERE, name or agent_name(place.rank)
 
     async def attach(left_s: float) -> Node:
         """The file may be an earlier run's until node 0 has written its own."""
-        node_0 = place.endpoint or await _read_endpoint(rdzv_file, deadline)
+        node_0 = place.endpoint or await _read_endpoint(place.file, deadline)
         endpoint = Endpoint(await _address_of(node_0.host), node_0.port)
         record = Rendezvous.at(str(endpoint), key_file=str(key_path.absolute()), curve=public)
         timeout_s = min(ATTACH_S, left_s)
@@ -227,12 +219,12 @@ async def _wait_for_file(path: Path, deadline: float, content: str) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def find_late_rendezvous(location: str, job_key: Path | None) -> tuple[NodePlace, Path | None, Path | None]:
-    """The place of a node that joins late, the file with node 0's address if the place has none, the job's key.
-    `location`: a run directory, HOST:PORT, or a file with that. Raises ConfigError and LaunchError."""
+def find_late_rendezvous(location: str, job_key: Path | None) -> NodePlace:
+    """The place of a node that joins late. `location`: a run directory, HOST:PORT, or a file with that. Raises
+    ConfigError and LaunchError."""
     path = Path(location)
     if path.is_file():
-        return NodePlace(-1, 0, None), path, job_key
+        return NodePlace(-1, 0, None, file=path, job_key=job_key, is_late=True)
     if path.is_dir():
         run_dir = RunDir(path.resolve())
         if not run_dir.rdzv.exists():
@@ -250,4 +242,4 @@ def find_late_rendezvous(location: str, job_key: Path | None) -> tuple[NodePlace
     endpoint = parse_endpoint(location, where="--join")
     if endpoint.port == 0:
         raise ConfigError(f"--join: {endpoint} has port 0", remedy="give the port that node 0 listens on")
-    return NodePlace(-1, 0, endpoint), None, job_key
+    return NodePlace(-1, 0, endpoint, job_key=job_key, is_late=True)

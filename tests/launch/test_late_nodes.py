@@ -130,8 +130,8 @@ def who_may_not_come_is_told_why(stage: Stage, stranger) -> None:
 def test_where_a_run_is_met(tmp_path: Path):
     file = tmp_path / "rdzv"
     file.write_text("h:5")
-    assert find_late_rendezvous(str(file), None)[1] == file
-    assert str(find_late_rendezvous("h:6", None)[0].endpoint) == "h:6"
+    assert find_late_rendezvous(str(file), None).file == file
+    assert str(find_late_rendezvous("h:6", None).endpoint) == "h:6"
     with pytest.raises(ConfigError, match="there is no /no/run"):
         find_late_rendezvous("/no/run", None)
     with pytest.raises(ConfigError, match="port 0"):
@@ -142,8 +142,8 @@ def test_where_a_run_is_met(tmp_path: Path):
     with pytest.raises(LaunchError, match="was started for one machine"):
         find_late_rendezvous(str(tmp_path), None)
     Rendezvous(endpoints=Endpoints(tcp=("tcp://10.0.0.1:7", "")), key_file="/k").save(tmp_path / "rdzv.json")
-    place, _, job_key = find_late_rendezvous(str(tmp_path), None)
-    assert (str(place.endpoint), job_key) == ("10.0.0.1:7", Path("/k"))
+    place = find_late_rendezvous(str(tmp_path), None)
+    assert (str(place.endpoint), place.job_key) == ("10.0.0.1:7", Path("/k"))
 
 
 def launcher_log(node0) -> str:

@@ -33,8 +33,8 @@ async def test_a_node_joins_by_the_address_that_node_0_has_written(host: str, tm
     for name in ("0", "1"):
         (tmp_path / name).mkdir(mode=0o700)
     async with (
-        host_rendezvous(NodePlace(0, 2, Endpoint(host, 0)), tmp_path / "0", key, file) as first,
-        join_rendezvous(NodePlace(1, 2, None), tmp_path / "1", key, file, 20.0) as second,
+        host_rendezvous(NodePlace(0, 2, Endpoint(host, 0), file=file, job_key=key), tmp_path / "0") as first,
+        join_rendezvous(NodePlace(1, 2, None, file=file, job_key=key), tmp_path / "1", 20.0) as second,
     ):
         assert second.endpoint == file.read_text().strip() == first.endpoint
         assert second.address == first.address == {"localhost": "127.0.0.1"}.get(host, host)
@@ -50,7 +50,7 @@ async def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path) -> None
         (tmp_path / name).mkdir(mode=0o700)
 
     async def joins() -> bool:
-        async with join_rendezvous(NodePlace(1, 2, None), tmp_path / "1", key, file, 20.0):
+        async with join_rendezvous(NodePlace(1, 2, None, file=file, job_key=key), tmp_path / "1", 20.0):
             return True
 
     async def writes() -> None:
@@ -61,21 +61,25 @@ async def test_a_key_that_is_being_written_is_waited_for(tmp_path: Path) -> None
     async with asyncio.TaskGroup() as group:
         joining = group.create_task(joins())
         group.create_task(writes())
-        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0)), tmp_path / "0", key, file):
+        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0), file=file, job_key=key), tmp_path / "0"):
             assert await joining
 
 
 async def test_a_key_that_stays_empty_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.key").touch(mode=0o600)
     with pytest.raises(LaunchError, match=r"job\.key with the job's key is empty"):
-        async with join_rendezvous(NodePlace(1, 2, None), tmp_path, tmp_path / "job.key", tmp_path / "rdzv", 0.3):
+        async with join_rendezvous(
+            NodePlace(1, 2, None, file=tmp_path / "rdzv", job_key=tmp_path / "job.key"), tmp_path, 0.3
+        ):
             pass
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no-such-host.invalid"])
 async def test_node_0_is_met_at_one_address_that_others_can_use(host: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="--rdzv.*IP address"):
-        async with host_rendezvous(NodePlace(0, 2, Endpoint(host, 0)), tmp_path, tmp_path / "job.key", None):
+        async with host_rendezvous(
+            NodePlace(0, 2, Endpoint(host, 0), file=None, job_key=tmp_path / "job.key"), tmp_path
+        ):
             pass
 
 
@@ -85,5 +89,5 @@ async def test_a_user_without_a_home_is_told_what_to_give(tmp_path: Path, monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(LaunchError, match="give --job-key"):
-        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0)), tmp_path, None, None):
+        async with host_rendezvous(NodePlace(0, 2, Endpoint("127.0.0.1", 0), file=None, job_key=None), tmp_path):
             pass
