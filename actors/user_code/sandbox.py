@@ -153,23 +153,20 @@ class ProcessSandbox:
         user = self.user_of(job)
         async with AsyncExitStack() as stack:
             ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-            has_door = job.serve is not None and not job.has_network
+            serve = None if job.has_network else job.serve
             process = await asyncio.create_subprocess_exec(
-                *self.wrapped(job, user, theirs.fileno() if has_door else -1),
+                *self.wrapped(job, user, theirs.fileno() if serve else -1),
                 cwd=job.folder or str(job.scratch), env=self.environment(job), start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-                pass_fds=[theirs.fileno()] if has_door else (),
+                pass_fds=[theirs.fileno()] if serve else (),
             )  # fmt: skip
             stack.push_async_callback(_end, process)
             theirs.close()
-            output, is_late = bytearray(), False
+            output, is_late = bytearray(), True
             with contextlib.suppress(TimeoutError):
-                is_late = True
                 async with asyncio.timeout(job.limits.wall_s or None):
-                    if has_door and job.serve is not None:
-                        listening = await asyncio.to_thread(_received, ours)
-                        if listening is not None:
-                            await stack.enter_async_context(job.serve(listening))
+                    if serve is not None and (listening := await _received(ours)) is not None:
+                        await stack.enter_async_context(serve(stack.enter_context(listening)))
                     await _talk(process, job.stdin, output)
                     is_late = False
             await _end(process)
@@ -215,8 +212,14 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _received(channel: socket.socket) -> socket.socket | None:
+async def _received(channel: socket.socket) -> socket.socket | None:
     """The socket that a sandbox listens on; None where it ended instead."""
+    loop, is_there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(channel, is_there.set)
+    try:  # no thread: what one receives after a cancellation is lost, and stays open
+        await is_there.wait()
+    finally:
+        loop.remove_reader(channel)
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.harness.waiting import wait_until
+from tests.harness.waiting import until, wait_until
 
 from myxa.actors.user_code.sandbox import (
     DockerSandbox,
@@ -216,6 +217,30 @@ async def test_its_only_network_is_what_is_served_inside(name: SandboxName, tmp_
     end = await ran(name, tmp_path, code, port=4711, serve=serve)
     assert answered.is_set()
     assert end.output == "b'hello me\\n'\n"
+
+
+@with_namespaces
+async def test_a_cancellation_leaves_no_socket_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received, come = socket.recv_fds, threading.Event()
+
+    def slowly(*args: int) -> Any:
+        found = received(*args)  # pyright: ignore[reportArgumentType]
+        come.set()
+        time.sleep(0.3)
+        return found
+
+    @asynccontextmanager
+    async def serve(listening: socket.socket) -> AsyncGenerator[None]:
+        await asyncio.sleep(60)
+        yield
+
+    monkeypatch.setattr(socket, "recv_fds", slowly)
+    before = len(os.listdir("/proc/self/fd"))
+    running = asyncio.ensure_future(ran("rlimits", tmp_path, "input()", port=4711, serve=serve))
+    await until(come.is_set, "the socket")
+    running.cancel()
+    await asyncio.wait([running])
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of all descriptors")
 
 
 STARTS = """
