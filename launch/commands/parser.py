@@ -85,7 +85,6 @@ class Parser(argparse.ArgumentParser):
         # An abbreviated flag would change its meaning when another flag is added.
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self._command = command
-        self._is_ready = command is None
         self.commands: dict[str, Parser] = {}
 
     def add_commands(self, commands: Sequence[Command]) -> None:
@@ -96,12 +95,12 @@ class Parser(argparse.ArgumentParser):
         self.commands = subparsers.choices
 
     def ready(self) -> Parser:
-        if not self._is_ready and self._command is not None:
-            self._is_ready = True
-            of_verb = verb_flags(self._command.verb) if self._command.verb is not None else ()
-            for names, options in (*of_verb, *self._command.flags):
+        command, self._command = self._command, None
+        if command is not None:
+            of_verb = verb_flags(command.verb) if command.verb is not None else ()
+            for names, options in (*of_verb, *command.flags):
                 self.add_argument(*names, **options)
-            self.set_defaults(run=self._command.run)
+            self.set_defaults(run=command.run)
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,13 +284,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Se
     return drawn
 
 
-def client_of(options: argparse.Namespace, *, changes: bool = False) -> ControlClient:
-    """Of the run that the command means. `changes`: the command changes the run. Raises LaunchError."""
-    return ControlClient(note_of(options, changes=changes))
-
-
 def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNote:
-    """The run's own note; see `client_of`."""
+    """Of the run that the command means. `changes`: the command changes the run. Raises LaunchError."""
     note = find_run(options.run_path, command=shlex.join(["myxa", *getattr(options, "words", ())]) if changes else "")
     say_first(f"run {Path(note.run_dir).name} in {note.run_dir}")
     return note
@@ -299,11 +293,11 @@ def note_of(options: argparse.Namespace, *, changes: bool = False) -> ControlNot
 
 def client_or_folder(options: argparse.Namespace, *, changes: bool = False) -> ControlClient | Path:
     """The run's client; of a run that has ended its folder, whose files answer: the newest run here goes before a live
-    one elsewhere. `changes`: see `client_of`. Raises LaunchError."""
+    one elsewhere. `changes`: see `note_of`. Raises LaunchError."""
     try:
         if options.run_path is None and (RUNS / "latest" / CONFIG).is_file():
             find_run(None, is_elsewhere_meant=False)
-        return client_of(options, changes=changes)
+        return ControlClient(note_of(options, changes=changes))
     except LaunchError as error:
         folder = options.run_path if options.run_path is not None else RUNS / "latest"
         if not (folder / CONFIG).is_file() or isinstance(error, SeveralLiveRuns):
@@ -353,7 +347,7 @@ def verb_command(
 
 def ask(options: argparse.Namespace, verb: Verb[Any], **instead: Any) -> Any:
     """The run's answer to the verb, with the arguments that the command line gave. `instead`: of its own flags."""
-    client = client_of(options, changes=verb.effect == "change")
+    client = ControlClient(note_of(options, changes=verb.effect == "change"))
     return client.ask(verb.name, **arguments_of(options, verb, **instead))
 
 
