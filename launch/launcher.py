@@ -57,12 +57,12 @@ from .run_lineage.origin import RunOrigin
 from .run_lineage.resume_point import named_checkpoint
 from .run_watch import RunWatch
 from .runtime_dir import RuntimeDir
-from .screen import Screen, ShownWarnings
 from .supervisor.membership import Membership
 from .supervisor.placement import place as place_actors
 from .supervisor.run_supervisor import RunSupervisor, StopRequest
 from .views.live import lasting
 from .views.run_view import RunView
+from .views.screen import Screen, ShownWarnings
 from .waiting import Waiting
 from .worker_spec import DEFAULT_PROGRAM
 

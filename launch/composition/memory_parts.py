@@ -188,7 +188,7 @@ def pool_bytes(config: RunConfig, plan: Planned) -> int:
 
 
 def host_arena(spec: ActorSpec, config: RunConfig, num_bytes: int = 0) -> Arena:
-    """Memory of runs on the CPU that can leave the device that stands there for a GPU."""
+    """Of runs on the CPU: memory that can leave what they take for a GPU."""
     from ...memory.arenas.arena import Arena
     from ...memory.arenas.host_pool import HostPool
     from ...memory.arenas.host_vmm import HostVmmDriver

@@ -17,8 +17,8 @@ from myxa.actors.rewards.rewarder import Rewarder
 from myxa.core.completions import Completion
 from myxa.core.config import RewardSettings
 from myxa.core.errors import UserCodeError
-from myxa.launch.screen import Screen
 from myxa.launch.views.run_view import RunView
+from myxa.launch.views.screen import Screen
 
 CODE = """
 def strict(completion):

@@ -16,16 +16,16 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from ..actors.checkpoints.folder import newest_whole
-from ..actors.rewards.guard import kind_of_cause
-from ..actors.sinks.jsonl import EVENTS_FILE
-from ..core.errors import MyxaError
-from .first_failure import FirstFailure, RunEnd
-from .views.live import LiveView, final_summary
-from .views.numbers import clean, training_reward
-from .views.report import REPORT_FILE, write_page
-from .views.run_files import JsonTail, RunFiles, load_run
-from .views.run_view import RunView, with_past
+from ...actors.checkpoints.folder import newest_whole
+from ...actors.rewards.guard import kind_of_cause
+from ...actors.sinks.jsonl import EVENTS_FILE
+from ...core.errors import MyxaError
+from ..first_failure import FirstFailure, RunEnd
+from .live import LiveView, final_summary
+from .numbers import clean, training_reward
+from .report import REPORT_FILE, write_page
+from .run_files import JsonTail, RunFiles, load_run
+from .run_view import RunView, with_past
 
 _log = logging.getLogger("myxa.launcher")
 
