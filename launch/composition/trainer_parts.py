@@ -23,9 +23,9 @@ from ...actors.weights.publish import ChannelEnd
 from ...core.clock import Clock
 from ...core.config import RunConfig
 from ...core.errors import ConfigError, LaunchError, TrainError, raised_as
-from ...core.messages import SamplingParams
+from ...core.messages import SamplingParams, WeightChannel
 from ...core.process import boot_id
-from ...core.protocols import TrainBackend
+from ...core.protocols import TrainBackend, WeightSender
 from ...core.samples import PAIR, Group, Prompt
 from ...core.weight_channel import SENT_CHANNELS, SHARED_CHANNELS
 from ...memory.communicators.reload import ReloadComms, missing_for_build, proxied_name
@@ -281,20 +281,26 @@ def guard_bound(config: RunConfig) -> float:
 
 def channel_end(config: RunConfig, run_dir: Path, rank: int, *, local_rank: int) -> ChannelEnd:
     from ...actors.weights.channels.host import ReadChannel, make_writer
-    from ...actors.weights.channels.plan import joins_parameters
-    from ...actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
 
-    channel, is_shared = choose_channel(config), choose_channel(config) in SHARED_CHANNELS
+    channel = choose_channel(config)
     if channel in SENT_CHANNELS:
-        return ChannelEnd(channel, sender=DeviceWeightSender(
-            f"trainer/{rank}", channel=cast(SentChannel, channel), bucket_bytes=config.weights.bucket_mb * MIB,
-            host=boot_id(), quantise=Fp8Rule.of_folder(Path(config.served_path)), keeps_buffers=not takes_turns(config),
-            is_needed=not is_shared or has_reader(config, local_rank),
-            joins=is_shared and joins_parameters(read_config(config.model.path)),
-        ))  # fmt: skip
+        return ChannelEnd(channel, sender=weight_sender(config, rank, channel, local_rank=local_rank))
     if rank:
         return ChannelEnd(channel)
     folder, every = run_dir / "weights", config.weights.full_every
     lora = {"rank": config.lora.rank, "alpha": config.lora.alpha} if config.lora.rollout == "adapter" else {}
     writer = make_writer(cast(ReadChannel, channel), folder, Path(config.model.path), full_every=every, lora=lora)
     return ChannelEnd(channel, writer=writer)
+
+
+def weight_sender(config: RunConfig, rank: int, channel: WeightChannel, *, local_rank: int) -> WeightSender:
+    from ...actors.weights.channels.plan import joins_parameters
+    from ...actors.weights.channels.sender import DeviceWeightSender, Fp8Rule, SentChannel
+
+    is_shared = channel in SHARED_CHANNELS
+    return DeviceWeightSender(
+        f"trainer/{rank}", channel=cast(SentChannel, channel), bucket_bytes=config.weights.bucket_mb * MIB,
+        host=boot_id(), quantise=Fp8Rule.of_folder(Path(config.served_path)), keeps_buffers=not takes_turns(config),
+        is_needed=not is_shared or has_reader(config, local_rank),
+        joins=is_shared and joins_parameters(read_config(config.model.path)),
+    )  # fmt: skip
