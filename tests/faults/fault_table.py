@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from tests.faults.operations import Plan
 
 OPERATIONS = ("call", "put", "bulk", "join")
-SLACK_S = 4.0
+SLACK_S = 8.0
 """A busy machine may be that much later than the bound says; the bound itself is in the table."""
 
 
@@ -78,7 +78,7 @@ _GIVEN_UP = cells(35.0, call=_GONE, bulk=_GONE, join=_NO_LATE_JOIN)
 
 NETWORK: dict[str, Fault] = {
     "latency": Fault("150 ms of latency each way", cells(3.0)),
-    "bandwidth": Fault("bandwidth of 1 MB/s", cells(4.0)),
+    "bandwidth": Fault("bandwidth of 1 MB/s", cells(4.0), Plan(bulk_s=20.0)),
     "slicer": Fault("TCP segments of 1 to 1000 bytes", cells(3.0)),
     "cut": Fault("connections reset after 200 kB each", cells(3.0, bulk=_BULK_LATE), Plan(bulk_s=2.5)),
     "reset of requests": Fault("RST on the connection that carries requests", _BROKEN, BULK_LATE, strikes=True),
@@ -114,7 +114,7 @@ RPC: dict[str, Fault] = {
     ),
 }
 
-DYING = Plan(busy_s=2.5, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, join_s=1.5)
+DYING = Plan(busy_s=6.0, deadline_s=20.0, patient_s=30.0, bulk_s=20.0, join_s=1.5)
 FROZEN = Plan(busy_s=1.0, deadline_s=20.0, patient_s=20.0, bulk_s=20.0, join_s=20.0)
 
 _DIED = once("PeerDied", within_s=2.0)

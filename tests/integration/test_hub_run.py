@@ -106,7 +106,7 @@ def two_nodes(tmp_path: Path, slow: int, pause_s: float, wait_s: int) -> Iterato
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_node_is_waited_for_while_its_download_goes_on(tmp_path: Path, slow: int) -> None:
     began_s = time.monotonic()
-    with two_nodes(tmp_path, slow, 0.0018, 6) as (_, launchers):  # 10 MiB, which are news, take a second and more
+    with two_nodes(tmp_path, slow, 0.003, 12) as (_, launchers):  # 10 MiB, which are news, take two seconds
         logs = tmp_path / "runs" / "latest" / "logs"
 
         def is_up() -> bool:
@@ -117,14 +117,14 @@ def test_a_node_is_waited_for_while_its_download_goes_on(tmp_path: Path, slow: i
         wait_until(lambda: is_up() or any(one.poll() is not None for one in launchers), "the actors")
         said = [(tmp_path / f"said.{node}").read_text() for node in range(2)]
         assert is_up(), said
-        assert time.monotonic() - began_s > 8, "longer than --rdzv-timeout"
+        assert time.monotonic() - began_s > 14, "longer than --rdzv-timeout"
         assert ("node 0 is not ready", "node 1 (")[slow] in said[1 - slow], said[1 - slow]
         (logs.parent / "finish").touch()
         assert [one.wait(60) for one in launchers] == [0, 0]
 
 
 def test_a_node_whose_download_stands_still_is_given_up(tmp_path: Path) -> None:
-    with two_nodes(tmp_path, 1, 3600.0, 4) as (home, launchers):
+    with two_nodes(tmp_path, 1, 3600.0, 10) as (home, launchers):
         wait_until(lambda: any(home.glob("hub/*/blobs/*.incomplete")), "the download")
         assert launchers[0].wait(60) == 3
         assert "1 of 2 nodes did not join" in (tmp_path / "said.0").read_text()
