@@ -21,7 +21,7 @@ from pyarrow import parquet
 from tests.control.live import Live, made_steps
 from tests.harness.commands import Command
 from tests.harness.hub import Hub
-from tests.harness.run_job import Job, audit
+from tests.harness.run_job import Job, audit, newest_step
 from tests.harness.waiting import wait_until
 from tests.plan.memory_cases import SHAPES
 
@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(words: list[str], place: Path, steps: int) -> Iterator[Live]:
-    """The command's run, once it has made so many steps, until Ctrl-C."""
+    """The command's run, once it has made step number `steps`, until Ctrl-C."""
     live = Live(Job(place), Command(words, place))
     try:
         wait_until(lambda: live.job.has("control.json") and made_steps(live, steps), f"{steps} steps")
@@ -132,7 +132,7 @@ def test_tutorial_and_readme_are_typed_on_one_run(folder: Path) -> None:
         wait_until(lambda: any(first.glob("checkpoints/version_*/")), "the checkpoint")
         typed(live, f"{fork} --no-start --name twin")
     assert (first / "report.html").exists()
-    with running(["resume", str(first)], folder, steps=5):
+    with running(["resume", str(first)], folder, steps=newest_step(Job(folder)) + 5):
         pass
     found = audit(first)
     assert len(found.trained) == len(set(found.trained)) >= 20
