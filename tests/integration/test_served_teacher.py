@@ -23,7 +23,7 @@ from myxa.actors.models.tiny import make_tiny_model
 from myxa.core.samples import Group
 
 pytestmark = pytest.mark.timeout(180)
-NUM_STEPS = 6
+NUM_STEPS = 20
 
 
 @contextmanager
