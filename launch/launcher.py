@@ -170,7 +170,7 @@ def fork_server_of(
     modules = preloaded(config, program, [actor for actor in actors if actor.node == node], os.environ)
     if not modules or not adopts_orphans():  # in a program that hosts us a forked process would not become our child
         return None
-    return ForkServer(modules, folder, logging.getLogger("myxa.launcher"))
+    return ForkServer(modules, folder, _log)
 
 
 def with_start(config: RunConfig, options: LaunchOptions) -> RunConfig:

@@ -131,9 +131,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def newest_step(job: Job) -> int:
     """Of the newest run; 0: it has made none."""
-    if not job.has("metrics.jsonl"):
-        return 0
-    return max((int(point["step"]) for point in metrics(job.run_dir()) if "train/loss" in point["values"]), default=0)
+    return newest_step_in(job.run_dir()) if job.has("metrics.jsonl") else 0
+
+
+def newest_step_in(run_dir: Path) -> int:
+    """Of one run; 0: it has made none."""
+    return max((int(point["step"]) for point in metrics(run_dir) if "train/loss" in point["values"]), default=0)
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.control.live import Live, live_run, made_steps
-from tests.harness.run_job import audit, events, metrics, worker_pids
+from tests.harness.run_job import audit, events, metrics, newest_step_in, worker_pids
 from tests.harness.waiting import wait_until
 
 from myxa.actors.coordinator.audit import verify_audit
@@ -51,7 +51,7 @@ class Victim:
 
     @property
     def newest(self) -> int:
-        return max((p["step"] for p in metrics(self.live.run_dir) if "train/loss" in p["values"]), default=0)
+        return newest_step_in(self.live.run_dir)
 
     @property
     def status(self) -> dict[str, Any]:

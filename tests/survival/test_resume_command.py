@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.control.live import Live, live_run
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import BATCH, events, metrics
+from tests.harness.run_job import BATCH, events, metrics, newest_step_in
 from tests.harness.waiting import wait_until
 
 from myxa.actors.checkpoints.folder import ledger_in, look_at, read_run_part
@@ -96,12 +96,8 @@ def fork_goes_on_beside_its_parent(live: Live, run_dir: Path, version: int) -> N
     check_steps(child, last)
     assert rates(child)[last] == pytest.approx(2.5e-4), "knobs come along"
     assert live.launcher.poll() is None
-    before = newest(run_dir)
-    wait_until(lambda: newest(run_dir) > before, "the parent goes on")
-
-
-def newest(run_dir: Path) -> int:
-    return max((p["step"] for p in metrics(run_dir) if "train/loss" in p["values"]), default=0)
+    before = newest_step_in(run_dir)
+    wait_until(lambda: newest_step_in(run_dir) > before, "the parent goes on")
 
 
 def what_it_left(run_dir: Path) -> int:

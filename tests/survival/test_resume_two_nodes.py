@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.harness.commands import Command
 from tests.harness.ledger_audit import audit_ledger
-from tests.harness.run_job import Job, events, make_job, metrics, worker_pids
+from tests.harness.run_job import Job, events, make_job, metrics, newest_step_in, worker_pids
 from tests.harness.waiting import wait_until
 from tests.integration.device_sampler import Sampler
 from tests.survival.lives import BATCH, FLAGS, check_each_once
@@ -58,7 +58,7 @@ class TwoNodes:
     def version(self) -> int:
         assert all(launcher.poll() is None for launcher in self.launchers), self.said()
         with contextlib.suppress(OSError, ValueError):  # it is not there, or a line is being written
-            return max((p["step"] for p in metrics(self.run_dir) if "train/loss" in p["values"]), default=0)
+            return newest_step_in(self.run_dir)
         return 0
 
     def kill(self) -> int:
